@@ -1,0 +1,479 @@
+"""Every dataclass, enum and protocol that crosses a border between rooms. Standard library only."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from edgellm_models.errors import BadInputError, Notice
+
+PENDING = -1
+"""Stands in ``PlannedSequence.token_ids`` for the id that the step in flight is still sampling."""
+
+
+# --- what a caller asks for -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is chosen.
+
+    Applied in this order: repetition, presence and frequency penalties, logit bias, temperature, top-k, typical-p,
+    top-p, min-p. The token that crosses a probability limit stays, at least one stays, equal logits rank by id.
+    """
+
+    temperature: float = 1.0
+    """0 is greedy; the filters after it then have nothing to decide."""
+    top_k: int = 0
+    """0 is off."""
+    top_p: float = 1.0
+    """1 is off."""
+    min_p: float = 0.0
+    """0 is off: keeps tokens of at least this share of the most likely token's probability."""
+    typical_p: float = 1.0
+    """1 is off."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of every id in prompt or answer. 1 is off."""
+    presence_penalty: float = 0.0
+    """Subtracted once from ids that are in the answer so far."""
+    frequency_penalty: float = 0.0
+    """Subtracted per occurrence in the answer so far."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of these ids; -100 or less removes a token, for OpenAI clients."""
+    seed: int | None = None
+    """None draws one, which is returned with the answer."""
+    max_new_tokens: int | None = None
+    """None is whatever the context still holds."""
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    """In addition to the model's own end ids."""
+    ignore_eos: bool = False
+    """The model's end ids (wherever they are stated) do not stop the answer; ``stop`` still does."""
+
+    def __post_init__(self) -> None:
+        def check(name: str, ok: bool, rule: str) -> None:
+            if not ok:
+                raise BadInputError(f"{name} must be {rule}, not {getattr(self, name)!r}")
+
+        for name in ("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty"):
+            check(name, _is_number(getattr(self, name)), "a finite number")
+        check("frequency_penalty", _is_number(self.frequency_penalty), "a finite number")
+        check("temperature", self.temperature >= 0, "0 or more")
+        check("top_k", _is_int(self.top_k) and self.top_k >= 0, "an integer of 0 (off) or more")
+        check("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (off)")
+        check("min_p", 0 <= self.min_p <= 1, "from 0 (off) to 1")
+        check("typical_p", 0 < self.typical_p <= 1, "above 0 and at most 1 (off)")
+        check("repetition_penalty", self.repetition_penalty > 0, "above 0")
+        check("seed", self.seed is None or _is_int(self.seed), "an integer")
+        check(
+            "max_new_tokens",
+            self.max_new_tokens is None or (_is_int(self.max_new_tokens) and self.max_new_tokens >= 0),
+            "an integer of 0 or more",
+        )
+        check("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings")
+        check("stop_token_ids", all(_is_int(t) and t >= 0 for t in self.stop_token_ids), "token ids of 0 or more")
+        for token_id, bias in self.logit_bias.items():
+            if not _is_int(token_id) or token_id < 0 or not _is_number(bias):
+                raise BadInputError(f"logit_bias must map token ids to finite numbers, not {token_id!r}: {bias!r}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+class Task(enum.Enum):
+    """What a request wants from the model."""
+
+    GENERATE = "generate"
+    EMBED = "embed"
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One prompt as token ids and everything that decides its answer."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    num_samples: int = 1
+    logprobs: int | None = None
+    """How many alternatives to report per answer token; None is off, 0 only the chosen one."""
+    prompt_logprobs: int | None = None
+    constraint: str | None = None
+    """A grammar in the form that ``constraint/`` reads."""
+    prediction_token_ids: tuple[int, ...] = ()
+    speculate: bool = True
+    kv_policy: str = "stop"
+    protected_tokens: int = 0
+    """Leading tokens (the system prompt) that no eviction may drop."""
+    turn_starts: tuple[int, ...] = ()
+    """Positions in the prompt at which a chat message begins."""
+    conversation_id: str | None = None
+    cache_salt: str = ""
+    deadline: float | None = None
+    """Monotonic seconds after which the request is cancelled."""
+    arrival_time: float = 0.0
+    """Monotonic seconds."""
+    task: Task = Task.GENERATE
+
+
+# --- what comes back ---------------------------------------------------------------------------------------
+
+
+class FinishReason(enum.Enum):
+    """Why an answer ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts of one request."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens whose KV was reused rather than computed."""
+    completion_tokens: int
+
+
+@dataclass(frozen=True)
+class RequestTimings:
+    """Seconds spent in each phase. The first answer token belongs to the prefill."""
+
+    queued_s: float
+    prefill_s: float
+    decode_s: float
+    prefill_tokens: int = 0
+    """Prompt tokens computed (without cached ones)."""
+    completion_tokens: int = 0
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to first token."""
+        return self.queued_s + self.prefill_s
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        return self.prefill_tokens / self.prefill_s if self.prefill_s > 0 else 0.0
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """(n - 1) / decode_s: the first token is the prefill's."""
+        return (self.completion_tokens - 1) / self.decode_s if self.decode_s > 0 and self.completion_tokens > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class DraftCounts:
+    """Speculative decoding of one request or of an engine since its start."""
+
+    proposed: int = 0
+    accepted: int = 0
+    steps: int = 0
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probability (natural, of the raw softmax) of one token and its best alternatives, sorted."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """What one step brought for one request. The last event of a sample carries its finish_reason."""
+
+    request_id: str
+    sample: int = 0
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    """Text that became certain in this step; never half a character, never part of a stop string."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    timings: RequestTimings | None = None
+    draft: DraftCounts | None = None
+    seed: int | None = None
+    """The seed that was used, in the last event."""
+    prefill_done: int | None = None
+    """Prompt tokens whose KV exists by now, in events of the prefill phase."""
+    notice: Notice | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class ContentPart:
+    """One part of a message's content as OpenAI clients send it."""
+
+    type: str
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class ChatMessage:
+    """One message of a conversation."""
+
+    role: str
+    content: str | tuple[ContentPart, ...] | None = None
+    reasoning: str | None = None
+    tool_calls: tuple[Mapping[str, Any], ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class Queued:
+    position: int
+
+
+@dataclass(frozen=True)
+class Prefill:
+    done: int
+    total: int
+    cached: int
+
+
+@dataclass(frozen=True)
+class Delta:
+    text: str = ""
+    reasoning: str = ""
+    tool_call: Mapping[str, Any] | None = None
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class NoticeEvent:
+    notice: Notice
+
+
+@dataclass(frozen=True)
+class Finished:
+    reason: FinishReason
+    usage: Usage
+    timings: RequestTimings
+    draft: DraftCounts
+    seed: int
+    error: str | None = None
+
+
+ChatEvent = Queued | Prefill | Delta | NoticeEvent | Finished
+
+
+# --- what a model and an engine say of themselves ---------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counters that the engine writes once per step and the front ends poll."""
+
+    time: float = 0.0
+    waiting: int = 0
+    running: int = 0
+    kv_blocks: Mapping[str, int] = field(default_factory=dict)
+    """Number of blocks by state: used, shared, cached, free, evicted."""
+    prefix_hit_rate: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+    decode_tokens_per_s: float = 0.0
+    """Committed tokens over the last second."""
+    draft: DraftCounts = field(default_factory=DraftCounts)
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+    achieved_gb_per_s: float = 0.0
+    device: str = "cpu"
+    kernel_backend: str = "torch"
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A loaded or known model, as lists and headers show it."""
+
+    name: str
+    path: str
+    architecture: str
+    file_format: str
+    quantization: str
+    """True bits and type names, such as ``Q4_1 (5.0 bits)``."""
+    parameters: int
+    file_bytes: int
+    context_length: int
+    """The context in force."""
+    trained_context: int
+    has_chat_template: bool = False
+    licence: str = ""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes that a model needs before it is loaded."""
+
+    weight_bytes: int
+    kv_bytes_per_token: int
+    kv_bytes: int
+    workspace_bytes: int
+    available_bytes: int
+    context: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weight_bytes + self.kv_bytes + self.workspace_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.total_bytes <= self.available_bytes
+
+
+@dataclass(frozen=True)
+class PullProgress:
+    """Fetching one model. The total is fixed before the first byte and never changes."""
+
+    done_bytes: int
+    total_bytes: int
+    source: str
+    phase: str
+    """connecting, fetching, verifying, unpacking or done."""
+
+
+@runtime_checkable
+class ChatBackend(Protocol):
+    """A conversation partner: an engine in this process or a server."""
+
+    def info(self) -> ModelInfo: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def stream_chat(
+        self,
+        conversation_id: str,
+        messages: Sequence[ChatMessage],
+        sampling: SamplingParams,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> AsyncIterator[ChatEvent]:
+        """Streams the answer. Closing the iterator early, or ``cancel``, stops generation within a step."""
+        ...
+
+    async def count_tokens(self, messages: Sequence[ChatMessage]) -> int: ...
+
+    async def cancel(self, conversation_id: str) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class GenerationEngine(Protocol):
+    """The synchronous engine: submit requests, step, read events."""
+
+    def submit(self, request: GenerationRequest) -> None: ...
+
+    def step(self) -> list[TokenEvent]: ...
+
+    def cancel(self, request_id: str) -> None: ...
+
+    def has_work(self) -> bool: ...
+
+
+class ModelLibrary(Protocol):
+    """The models that a user has or can fetch."""
+
+    def list(self) -> Sequence[ModelInfo]: ...
+
+    def pull(self, name: str) -> Iterator[PullProgress]: ...
+
+    def remove(self, name: str) -> int: ...
+
+    def plan(self, name: str, context: int | None = None) -> MemoryPlan: ...
+
+    async def open(self, name: str) -> ChatBackend: ...
+
+
+class ChatStore(Protocol):
+    """Saved conversations."""
+
+    def save(self, conversation_id: str, messages: Sequence[ChatMessage]) -> None: ...
+
+    def load(self, conversation_id: str) -> Sequence[ChatMessage]: ...
+
+
+# --- scheduler to runner: integers only ---------------------------------------------------------------------
+
+
+class LayerKind(enum.Enum):
+    """How a group of layers attends."""
+
+    FULL = "full"
+    WINDOW = "window"
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers whose KV has the same shape and lifetime, so that they share block tables."""
+
+    kind: LayerKind
+    layers: tuple[int, ...]
+    window: int | None
+    """Positions a query sees, itself included; None is all."""
+    num_kv_heads: int
+    k_dim: int
+    v_dim: int
+    kv_dtype: str
+    softmax_sinks: bool = False
+
+
+@dataclass(frozen=True)
+class PlannedSequence:
+    """One sequence's share of a step."""
+
+    sequence_id: int
+    token_ids: tuple[int, ...]
+    """New tokens to run; may end in PENDING."""
+    start_position: int
+    block_tables: tuple[tuple[int, ...], ...]
+    """Per LayerGroup, the block ids by block index; a null block is -1."""
+    is_prefill: bool
+    needs_logits: bool
+    draft_limit: int = 0
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What the runner does next."""
+
+    step: int
+    sequences: tuple[PlannedSequence, ...]
+
+
+@dataclass(frozen=True)
+class SequenceResult:
+    """What a step brought for one sequence."""
+
+    sequence_id: int
+    token_ids: tuple[int, ...]
+    """1..k+1 accepted ids; none after a prefill chunk that is not the last."""
+    draft_proposed: int = 0
+    draft_accepted: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
+    embedding: tuple[float, ...] | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    step: int
+    results: tuple[SequenceResult, ...]
+
+
+class Runner(Protocol):
+    """Executes plans; ``FakeRunner`` in the tests plays a script."""
+
+    def execute(self, plan: StepPlan) -> StepResult: ...

@@ -1,0 +1,60 @@
+"""What every reader of model files offers: metadata, tensor names and weights, without arithmetic on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from edgellm_kernels.weights import BlockQuantWeight, DenseWeight
+
+from edgellm_models.errors import Notice
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor as the file declares it."""
+
+    name: str
+    """The canonical name (see tensor_names.py), or the file's own where it has no canonical one."""
+    file_name: str
+    """The name inside the file."""
+    shape: tuple[int, ...]
+    """Outermost dimension first: [N, K] for a linear."""
+    type_name: str
+    """F32, F16, BF16, F8_E4M3, Q4_K ..."""
+    nbytes: int
+
+
+class Checkpoint(Protocol):
+    """An opened model. Weights stay in the memory-mapped file until they are asked for."""
+
+    path: Path
+    """The file or folder that was opened."""
+    file_format: str
+    """``gguf`` or ``safetensors``."""
+    architecture: str
+    """Canonical family: llama, mistral, qwen2, qwen3, gemma2, gemma3 or phi3."""
+    metadata: Mapping[str, Any]
+    """GGUF: the key-value metadata with native Python values. Hugging Face: the parsed config.json."""
+    notices: Sequence[Notice]
+    """What was read differently from how it lies in the file."""
+    file_bytes: int
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Every tensor by canonical name."""
+        ...
+
+    def has(self, name: str) -> bool: ...
+
+    def weight(self, name: str) -> DenseWeight | BlockQuantWeight:
+        """A 2-D weight in the form of the file, without bias. BadInputError names a missing tensor."""
+        ...
+
+    def vector(self, name: str) -> torch.Tensor:
+        """A norm gain, bias or factor table as f32, one dimension."""
+        ...
+
+    def close(self) -> None: ...
