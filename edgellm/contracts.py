@@ -42,7 +42,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Subtracted per occurrence in the answer so far."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Added to the logits of these ids; -100 or less removes a token, for OpenAI clients."""
+    """Added to the logits of these ids; as OpenAI clients expect, -100 or less removes a token, and where ids have 100 or
+    more nothing else can be drawn."""
     seed: int | None = None
     """None draws one, which is returned with the answer."""
     max_new_tokens: int | None = None
@@ -207,6 +208,8 @@ class TokenEvent:
     draft: DraftCounts | None = None
     seed: int | None = None
     """The seed that was used, in the last event."""
+    queue_position: int | None = None
+    """Requests that come before this one, in events of the waiting phase: 0 is next."""
     prefill_done: int | None = None
     """Prompt tokens whose KV exists by now, in events of the prefill phase."""
     notice: Notice | None = None
@@ -446,11 +449,28 @@ class PlannedSequence:
 
 
 @dataclass(frozen=True)
+class SequenceStart:
+    """What the sampler must know of a sequence, told once, in the first plan that names it."""
+
+    sequence_id: int
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int
+    """The request's seed, or the one that was drawn for it."""
+    sample: int = 0
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True)
 class StepPlan:
-    """What the runner does next."""
+    """What the runner does next. A plan without sequences may still start and end some."""
 
     step: int
     sequences: tuple[PlannedSequence, ...]
+    started: tuple[SequenceStart, ...] = ()
+    """Sequences that the runner has not seen before."""
+    ended: tuple[int, ...] = ()
+    """Ids whose state the runner forgets before it runs this plan."""
 
 
 @dataclass(frozen=True)
