@@ -1,0 +1,27 @@
+"""What every test gets: a home of its own and an environment that the developer's settings cannot reach."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+KEPT = {"EDGELLM_TEST_MODELS", "EDGELLM_TEST_HOME"}
+
+
+@pytest.fixture(autouse=True)
+def isolated_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty EDGELLM_HOME; no EDGELLM_* setting of the developer's shell; model hubs never asked."""
+    for name in list(os.environ):
+        if name.startswith("EDGELLM_") and name not in KEPT:
+            monkeypatch.delenv(name)
+    home = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("EDGELLM_HOME", str(home))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES"):
+        monkeypatch.delenv(name, raising=False)
+    yield home

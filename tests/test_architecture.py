@@ -1,0 +1,185 @@
+"""The import table of docs/structure.md as data: which room may import what. A folder without a row fails."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE_ROOTS = [ROOT, ROOT / "kernels", ROOT / "models", ROOT / "quantize", ROOT / "tui"]
+PACKAGES = {
+    "edgellm_kernels": ROOT / "kernels" / "edgellm_kernels",
+    "edgellm_models": ROOT / "models" / "edgellm_models",
+    "edgellm": ROOT / "edgellm",
+    "edgellm_quantize": ROOT / "quantize" / "edgellm_quantize",
+    "edgellm_tui": ROOT / "tui" / "edgellm_tui",
+}
+HEAVY = {"torch", "triton", "textual", "transformers", "numpy", "jinja2", "huggingface_hub", "tokenizers", "gguf"}
+
+# room -> prefixes of ours that it may import, and third-party packages that it may import (anywhere in its files).
+# The longest room that is a prefix of the module's name applies.
+ROOMS: dict[str, tuple[set[str], set[str]]] = {
+    "edgellm_kernels": (set(), {"torch", "numpy", "triton"}),
+    "edgellm_models": (set(), set()),
+    "edgellm_models.errors": (set(), set()),
+    "edgellm_models.checkpoint": (
+        {"edgellm_models.errors", "edgellm_kernels.weights", "edgellm_kernels.ggml_blocks"},
+        {"torch", "numpy", "gguf", "safetensors"},
+    ),
+    "edgellm_models.network": (
+        {"edgellm_models.errors", "edgellm_kernels.ops", "edgellm_kernels.weights", "edgellm_kernels.batch"},
+        {"torch"},
+    ),
+    "edgellm_models.network.build": (
+        {"edgellm_models.errors", "edgellm_models.checkpoint", "edgellm_kernels"},
+        {"torch"},
+    ),
+    "edgellm_models.tokenizer": (
+        {"edgellm_models.errors"},
+        {"tokenizers", "sentencepiece", "jinja2", "regex"},
+    ),
+    "edgellm_models.catalog": ({"edgellm_models.errors"}, {"huggingface_hub", "httpx"}),
+    "edgellm": (set(), set()),
+    "edgellm.contracts": ({"edgellm_models.errors"}, set()),
+    "edgellm.config": ({"edgellm.contracts", "edgellm.switches", "edgellm.locations", "edgellm_models.errors"}, set()),
+    "edgellm.switches": ({"edgellm.contracts", "edgellm_models.errors"}, set()),
+    "edgellm.locations": ({"edgellm.contracts", "edgellm_models.errors"}, {"platformdirs"}),
+    "edgellm.chat": ({"edgellm.contracts", "edgellm_models.errors", "edgellm_models.tokenizer"}, set()),
+    "edgellm.cache": (
+        {"edgellm.contracts", "edgellm_models.errors", "edgellm_models.network", "edgellm_kernels.batch"},
+        {"torch"},
+    ),
+    "edgellm.runner": (
+        {
+            "edgellm.contracts",
+            "edgellm.cache",
+            "edgellm_models.errors",
+            "edgellm_models.network",
+            "edgellm_kernels.ops",
+            "edgellm_kernels.batch",
+        },
+        {"torch"},
+    ),
+    "edgellm.engine": (
+        {
+            "edgellm.contracts",
+            "edgellm.cache",
+            "edgellm.runner",
+            "edgellm_models.errors",
+            "edgellm_models.tokenizer",
+        },
+        {"torch"},
+    ),
+    "edgellm.engine.stop_strings": ({"edgellm.contracts", "edgellm_models.errors"}, set()),
+    "edgellm.client": (
+        {"edgellm.contracts", "edgellm.chat", "edgellm.engine", "edgellm_models.errors", "edgellm_models.tokenizer"},
+        set(),
+    ),
+    "edgellm.cli": (
+        {"edgellm", "edgellm_models", "edgellm_kernels", "edgellm_quantize", "edgellm_tui"},
+        {"click", "torch", "numpy", "textual"},
+    ),
+    "edgellm.__main__": ({"edgellm.cli"}, set()),
+    "edgellm_quantize": (
+        {"edgellm_kernels", "edgellm_models"},
+        {"torch", "numpy", "gguf", "safetensors", "sentencepiece", "tokenizers"},
+    ),
+    "edgellm_tui": ({"edgellm.contracts", "edgellm.locations", "edgellm_models.errors"}, {"textual", "rich"}),
+}
+# What may be imported only inside functions: the commands stay quick because nothing loads until it is needed.
+LAZY_ONLY = {"edgellm.cli": HEAVY | {"edgellm_kernels", "edgellm_quantize", "edgellm_tui", "edgellm.engine"}}
+
+
+def modules() -> list[tuple[str, Path]]:
+    found = []
+    for package, folder in PACKAGES.items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = (package, *path.relative_to(folder).with_suffix("").parts)
+            found.append((".".join(parts).removesuffix(".__init__"), path))
+    return found
+
+
+def room_of(module: str) -> str:
+    return max((room for room in ROOMS if is_within(module, room)), key=len)
+
+
+def is_within(module: str, prefix: str) -> bool:
+    return module == prefix or module.startswith(prefix + ".")
+
+
+def imports(path: Path, module: str) -> list[tuple[str, bool]]:
+    """(imported module, at module level) of every import that runs; those under TYPE_CHECKING are left out."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    found: list[tuple[str, bool]] = []
+
+    def visit(node: ast.AST, top: bool) -> None:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
+        if isinstance(node, ast.Import):
+            found.extend((alias.name, top) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parent = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parent, base] if base else parent)
+            found.extend((f"{base}.{alias.name}", top) for alias in node.names)
+        inner = top and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            visit(child, inner)
+
+    visit(tree, True)
+    return found
+
+
+@pytest.mark.parametrize(("module", "path"), modules(), ids=lambda value: value if isinstance(value, str) else "")
+def test_imports_follow_the_table(module: str, path: Path) -> None:
+    room = room_of(module)
+    ours, third_party = ROOMS[room]
+    for imported, top in imports(path, module):
+        head = imported.split(".")[0]
+        if head == "__future__" or head in sys.stdlib_module_names:
+            continue
+        if head in PACKAGES:
+            allowed = is_within(imported, room) or any(is_within(imported, prefix) for prefix in ours)
+            # `from edgellm_kernels import ops` imports edgellm_kernels.ops, as the loop above spells it out.
+            assert allowed, f"{module} (room {room}) may not import {imported}"
+        else:
+            assert head in third_party, f"{module} (room {room}) may not import {head}"
+        lazy = next((names for prefix, names in LAZY_ONLY.items() if is_within(module, prefix)), set())
+        if top:
+            assert not any(is_within(imported, name) for name in lazy), f"{module} must import {imported} lazily"
+
+
+def test_every_folder_has_a_row() -> None:
+    for package, folder in PACKAGES.items():
+        for path in folder.rglob("__init__.py"):
+            name = ".".join((package, *path.parent.relative_to(folder).parts))
+            assert room_of(name) == name or name.count(".") > 1, f"{name} has no row in the import table"
+
+
+def test_triton_is_imported_only_in_files_named_for_it() -> None:
+    for module, path in modules():
+        uses = any(name.split(".")[0] == "triton" for name, _ in imports(path, module))
+        assert not uses or path.stem.endswith("_triton"), f"{path} imports triton"
+
+
+def test_nothing_is_named_after_a_dependency_or_a_standard_module() -> None:
+    taken = HEAVY | {"safetensors", "sentencepiece", "pytest", "click"} | (sys.stdlib_module_names - {"__main__"})
+    for module, path in modules():
+        assert path.stem not in taken, f"{module} shadows {path.stem}"
+        assert not {parent.name for parent in path.parents if ROOT in parent.parents} & (HEAVY | {"types"})
+
+
+def test_nobody_imports_the_command_line() -> None:
+    for module, path in modules():
+        if is_within(module, "edgellm.cli") or module == "edgellm.__main__":
+            continue
+        assert not any(is_within(name, "edgellm.cli") for name, _ in imports(path, module)), module
+
+
+def test_there_is_no_conftest_at_the_root() -> None:
+    assert not (ROOT / "conftest.py").exists()
