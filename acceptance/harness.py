@@ -1,0 +1,91 @@
+"""How a promised figure is recorded: one row on the screen, one JSON object in docs/benchmarks/."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "docs" / "benchmarks"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured value beside what was promised and what a peer did in the same run."""
+
+    name: str
+    value: float | str
+    unit: str
+    promise: str
+    """What is promised, in words with the number; ``none`` for a figure that is only reported."""
+    met: bool
+    peer: str = ""
+    """Peer and version, and its value, measured in the same run."""
+    detail: dict[str, Any] = field(default_factory=dict)
+
+
+def machine() -> str:
+    """Processor model and cores, as the rows name them."""
+    model = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model)
+    return f"{model}, {len(os.sched_getaffinity(0))} cores"
+
+
+def commit() -> str:
+    """Short hash of the measured tree, with ``+`` when files differ from it."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def alternate(
+    ours: Callable[[], float], theirs: Callable[[], float], pairs: int
+) -> tuple[float, float, Sequence[float]]:
+    """Medians of both sides and the ratio theirs/ours of each pair, run in turn so that noise meets both."""
+    mine, peer = [], []
+    for pair in range(pairs):
+        order = (ours, theirs) if pair % 2 == 0 else (theirs, ours)
+        first, second = order[0](), order[1]()
+        mine.append(first if pair % 2 == 0 else second)
+        peer.append(second if pair % 2 == 0 else first)
+    return statistics.median(mine), statistics.median(peer), [b / a for a, b in zip(mine, peer, strict=True)]
+
+
+def record(script: str, figures: Sequence[Figure]) -> bool:
+    """Prints the rows and appends them to docs/benchmarks/<script>.json; true when every promise is met."""
+    path = RESULTS / f"{script}.json"
+    rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    shared = {
+        "commit": commit(),
+        "date": datetime.date.today().isoformat(),
+        "machine": machine(),
+        "versions": {name: version(name) for name in ("edgellm", "torch", "transformers", "xllamacpp")},
+    }
+    for figure in figures:
+        rows.append(asdict(figure) | shared)
+        value = f"{figure.value:.4g}" if isinstance(figure.value, float) else str(figure.value)
+        peer = f"  [{figure.peer}]" if figure.peer else ""
+        print(f"{'met ' if figure.met else 'MISS'}  {figure.name}: {value} {figure.unit}  ({figure.promise}){peer}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    temporary.replace(path)
+    return all(figure.met for figure in figures)
