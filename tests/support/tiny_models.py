@@ -1,7 +1,8 @@
 """Random-weight models of the seven families as complete Hugging Face folders, written without transformers.
 
-TINY (hidden 64) and TINYQ (hidden 256, ffn 512: rows of whole 256-weight blocks). The head is scaled so that logits
-have a standard deviation of about 10: the best token leads widely and greedy output is stable against rounding.
+TINY (hidden 64) and TINYQ (hidden 256, ffn 512: rows of whole 256-weight blocks). The head is scaled so that
+logits have a standard deviation of about 10: the best token leads widely and greedy output is stable against
+rounding.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def tiny_config(
 
 
 class _Weights:
-    """Draws named tensors; each name has its own stream, so that one override leaves the others as they were."""
+    """Draws named tensors; each name has its own stream, so one override leaves the others alone."""
 
     def __init__(self, seed: int, hidden: int) -> None:
         self.seed = seed

@@ -1,4 +1,4 @@
-"""A small text of our own in several scripts: trains the fixtures' vocabularies and serves as their test corpus."""
+"""A small text of our own in several scripts: trains the fixtures' vocabularies and tests them."""
 
 from __future__ import annotations
 

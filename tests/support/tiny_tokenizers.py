@@ -10,194 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.support.tiny_styles import BPE_STYLES, SPM_STYLES, BPEStyle
 from tests.support.tiny_text import TRAINING_TEXT
-
-# The pre-tokenizer patterns as the families publish them in tokenizer.json.
-LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-TEKKEN_PATTERN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-GPT4O_PATTERN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SUFFIX}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SUFFIX}"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-_CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-_LLAMA3 = (
-    "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
-    "{{ message['content'] | trim }}<|eot_id|>{% endfor %}"
-    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
-)
-_MISTRAL = (
-    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}[INST] {{ message['content'] }} "
-    "[/INST]{% elif message['role'] == 'assistant' %} {{ message['content'] }}{{ eos_token }}"
-    "{% else %}{{ raise_exception('Only user and assistant roles are supported') }}{% endif %}{% endfor %}"
-)
-_GEMMA = (
-    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' %}"
-    "{{ raise_exception('System role not supported') }}{% endif %}<start_of_turn>"
-    "{{ 'model' if message['role'] == 'assistant' else message['role'] }}\n{{ message['content'] | trim }}"
-    "<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
-)
-_PHI3 = (
-    "{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
-)
-
-
-@dataclass(frozen=True)
-class BPEStyle:
-    """A byte-level BPE family: how it splits and which tokens it adds after the trained vocabulary."""
-
-    pattern: str | None
-    """Split pattern; None is ByteLevel's own GPT-2 splitting."""
-    special: tuple[str, ...]
-    bos: str | None
-    eos: str
-    pad: str | None
-    eot: str | None = None
-    """A second end token, listed in generation_config."""
-    added: tuple[str, ...] = ()
-    """Added tokens that are not special."""
-    digits: bool = False
-    """Split off single digits first, as SmolLM does."""
-    add_bos: bool = False
-    nfc: bool = False
-    ignore_merges: bool = False
-    special_first: bool = False
-    tokenizer_class: str = "PreTrainedTokenizerFast"
-    chat_template: str | None = None
-
-
-BPE_STYLES: Mapping[str, BPEStyle] = {
-    "llama3": BPEStyle(
-        LLAMA3_PATTERN,
-        (
-            "<|begin_of_text|>",
-            "<|end_of_text|>",
-            "<|finetune_right_pad_id|>",
-            "<|start_header_id|>",
-            "<|end_header_id|>",
-            "<|eom_id|>",
-            "<|eot_id|>",
-            "<|python_tag|>",
-        ),
-        bos="<|begin_of_text|>",
-        eos="<|end_of_text|>",
-        pad="<|finetune_right_pad_id|>",
-        eot="<|eot_id|>",
-        add_bos=True,
-        ignore_merges=True,
-        chat_template=_LLAMA3,
-    ),
-    "qwen2": BPEStyle(
-        QWEN2_PATTERN,
-        ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
-        bos=None,
-        eos="<|im_end|>",
-        pad="<|endoftext|>",
-        eot="<|endoftext|>",
-        added=("<tool_call>", "</tool_call>", "<think>", "</think>"),
-        nfc=True,
-        tokenizer_class="Qwen2Tokenizer",
-        chat_template=_CHATML,
-    ),
-    "nemo": BPEStyle(
-        TEKKEN_PATTERN,
-        ("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "<pad>"),
-        bos="<s>",
-        eos="</s>",
-        pad="<pad>",
-        add_bos=True,
-        special_first=True,
-        chat_template=_MISTRAL,
-    ),
-    "phi4": BPEStyle(
-        GPT4O_PATTERN,
-        ("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
-        bos="<|endoftext|>",
-        eos="<|endoftext|>",
-        pad="<|endoftext|>",
-        eot="<|end|>",
-        added=("<|tool_call|>", "<|/tool_call|>"),
-        chat_template=_PHI3,
-    ),
-    "smollm": BPEStyle(
-        None,
-        ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
-        bos="<|im_start|>",
-        eos="<|im_end|>",
-        pad="<|im_end|>",
-        digits=True,
-        special_first=True,
-        chat_template=_CHATML,
-    ),
-    "gpt2": BPEStyle(
-        None, ("<|endoftext|>",), bos="<|endoftext|>", eos="<|endoftext|>", pad=None, chat_template=None
-    ),
-}
-
-
-@dataclass(frozen=True)
-class SPMStyle:
-    """A SentencePiece family."""
-
-    ids: Mapping[str, int]
-    """unk, bos, eos and pad (-1: none) ids."""
-    bos: str = "<s>"
-    eos: str = "</s>"
-    pad: str | None = None
-    dummy_prefix: bool = True
-    user_defined: tuple[str, ...] = ()
-    control: tuple[str, ...] = ()
-    added_special: tuple[str, ...] = ()
-    """Added tokens beyond tokenizer.model, as Phi-3 has them."""
-    eot: str | None = None
-    add_bos: bool = True
-    tokenizer_class: str = "LlamaTokenizer"
-    chat_template: str | None = None
-
-
-SPM_STYLES: Mapping[str, SPMStyle] = {
-    "spm_llama": SPMStyle({"unk": 0, "bos": 1, "eos": 2, "pad": -1}, chat_template=_MISTRAL),
-    "spm_mistral": SPMStyle(
-        {"unk": 0, "bos": 1, "eos": 2, "pad": -1}, control=("[INST]", "[/INST]"), chat_template=_MISTRAL
-    ),
-    "spm_gemma": SPMStyle(
-        {"unk": 3, "bos": 2, "eos": 1, "pad": 0},
-        bos="<bos>",
-        eos="<eos>",
-        pad="<pad>",
-        dummy_prefix=False,
-        user_defined=("<start_of_turn>", "<end_of_turn>", "<unused0>", "<unused1>"),
-        eot="<end_of_turn>",
-        tokenizer_class="GemmaTokenizer",
-        chat_template=_GEMMA,
-    ),
-    "spm_phi3": SPMStyle(
-        {"unk": 0, "bos": 1, "eos": 2, "pad": -1},
-        eos="<|endoftext|>",
-        pad="<|endoftext|>",
-        added_special=("<|endoftext|>", "<|assistant|>", "<|end|>", "<|system|>", "<|user|>"),
-        eot="<|end|>",
-        add_bos=False,
-        chat_template=_PHI3,
-    ),
-}
 
 STYLES: tuple[str, ...] = (*BPE_STYLES, *SPM_STYLES)
 TRAINED_VOCAB = 448
-"""Entries before added tokens: 256 bytes and fewer than 200 learned pieces keep a TINY model's logits small."""
+"""Entries before added tokens: 256 bytes and fewer than 200 learned pieces keep a TINY head small."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +44,7 @@ def _json_bytes(value: Any) -> bytes:
     return (json.dumps(value, ensure_ascii=False, indent=1) + "\n").encode("utf-8")
 
 
-def _added_entry(token_id: int, content: str, special: bool) -> dict[str, Any]:
+def added_entry(token_id: int, content: str, special: bool) -> dict[str, Any]:
     return {
         "id": token_id,
         "content": content,
@@ -391,13 +209,13 @@ def _make_bpe(name: str, chat_template: Any, extra: Sequence[tuple[str, bool]]) 
     entries = []
     specials = [(text, True) for text in style.special]
     if style.special_first:
-        entries = [_added_entry(i, text, True) for i, (text, _) in enumerate(specials)]
+        entries = [added_entry(i, text, True) for i, (text, _) in enumerate(specials)]
         vocab = {entry["content"]: entry["id"] for entry in entries} | vocab
         specials = []
     for text, special in [*specials, *((text, False) for text in style.added), *extra]:
         taken = {entry["content"] for entry in entries}
         if text not in taken:
-            entries.append(_added_entry(len(pieces) + len(entries), text, special))
+            entries.append(added_entry(len(pieces) + len(entries), text, special))
     ids = {entry["content"]: entry["id"] for entry in entries}
     by_id = {token_id: text for text, token_id in {**vocab, **ids}.items()}
     eos_ids = [ids[style.eos]] + ([ids[style.eot]] if style.eot else [])
@@ -457,8 +275,8 @@ def spm_json(
 ) -> dict[str, Any]:
     """tokenizer.json of a SentencePiece BPE vocabulary.
 
-    ``pieces`` are (text, score, is_normal) in id order. Every split of a piece into two entries becomes a merge;
-    merges are ordered by the score of their result, as SentencePiece prefers it.
+    ``pieces`` are (text, score, is_normal) in id order. Every split of a piece into two entries becomes a
+    merge; merges are ordered by the score of their result, as SentencePiece prefers it.
     """
     vocab = {text: index for index, (text, _, _) in enumerate(pieces)}
     merges: list[tuple[float, int, int, str, str]] = []
@@ -516,11 +334,11 @@ def _make_spm(name: str, chat_template: Any, extra: Sequence[tuple[str, bool]]) 
             (text, processor.get_score(index), text not in special and not processor.is_byte(index))
         )
         if text in special:
-            entries.append(_added_entry(index, text, True))
+            entries.append(added_entry(index, text, True))
     for text, is_special in [*((text, True) for text in style.added_special), *extra]:
         if text not in {entry["content"] for entry in entries}:
             used = max(len(pieces), max(entry["id"] for entry in entries) + 1)
-            entries.append(_added_entry(used, text, is_special))
+            entries.append(added_entry(used, text, is_special))
     ids = {entry["content"]: entry["id"] for entry in entries}
     size = max(len(pieces), max(ids.values()) + 1)
     bos = (style.bos, ids[style.bos]) if style.add_bos else None
