@@ -1,7 +1,7 @@
 """BIGRAM: scripted models whose greedy output is the chain of tokens that a test asks for.
 
-Llama-shaped, hidden = vocabulary, identity embedding, zero output projections, unit norms: the residual stream
-is the one-hot vector of the last token, and the head maps it to logit 20 for its successor and 0 for all others.
+Llama-shaped, hidden = vocabulary, identity embedding, zero output projections, unit norms: the residual
+stream is the one-hot vector of the last token; the head gives its successor logit 20 and all others 0.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def _field(number: int, value: int | float | str | bytes) -> bytes:
 
 
 def sentencepiece_model(pieces: Iterable[tuple[str, float, int]], *, dummy_prefix: bool = True) -> bytes:
-    """A tokenizer.model (sentencepiece_model.proto), BPE type, from (text, score, piece type) in id order."""
+    """A tokenizer.model (sentencepiece_model.proto) of BPE type; (text, score, type) in id order."""
     table = list(pieces)
     out = b"".join(
         _field(1, _field(1, text) + _field(2, float(score)) + _field(3, kind)) for text, score, kind in table
@@ -259,15 +259,14 @@ def make_bigram(
 ) -> Path:
     """Write a scripted model as a Hugging Face folder and return it; ``bigram_gguf`` makes its GGUF.
 
-    Greedy output is ``chain``, then ``eos`` (or with ``loop`` the chain again) after any prompt whose last token
-    is in no chain; a last prompt token that is in a chain is followed by its successor there. An end token in the
-    middle of the chain is followed by the next piece, as ``ignore_eos`` needs it.
+    Greedy output is ``chain``, then ``eos`` (or with ``loop`` the chain again) after any prompt whose last
+    token is in no chain; a last prompt token that is in a chain is followed by its successor there. An end
+    token in the middle of the chain is followed by the next piece, as ``ignore_eos`` needs it.
 
-    ``special`` are control tokens, ``added`` user-defined ones (shown, matched whole); both may be in a chain.
+    ``special`` are control tokens, ``added`` user-defined (shown, matched whole); both may be in a chain.
     ``pieces`` are further vocabulary for prompts. ``more_chains`` start when the prompt ends in their first
-    piece. ``encodable`` false leaves out the merges that let text be tokenized into the pieces: long chains stay
-    small.
-    ``dead_layers`` only cost time: about 100 of them bring an eager torch engine to 20 tokens/s.
+    piece. ``encodable`` false leaves out the merges that let text be tokenized into the pieces: long chains
+    stay small. ``dead_layers`` only cost time: about 100 of them bring an eager torch engine to 20 tokens/s.
     ``generation_eos`` are end tokens that only generation_config.json names (field report D11).
     """
     if not chain:
