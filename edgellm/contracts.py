@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from edgellm_models.errors import BadInputError, Notice
+from edgellm_models.errors import BadInputError
+from edgellm_models.errors import Notice as Notice
+from edgellm_models.errors import PullProgress as PullProgress
 
 PENDING = -1
 """Stands in ``PlannedSequence.token_ids`` for the id that the step in flight is still sampling."""
@@ -42,8 +44,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Subtracted per occurrence in the answer so far."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Added to the logits of these ids; as OpenAI clients expect, -100 or less removes a token, and where ids have 100 or
-    more nothing else can be drawn."""
+    """Added to the logits of these ids. As OpenAI clients expect, -100 or less removes a token, and where ids have
+    100 or more nothing else can be drawn."""
     seed: int | None = None
     """None draws one, which is returned with the answer."""
     max_new_tokens: int | None = None
@@ -209,7 +211,7 @@ class TokenEvent:
     seed: int | None = None
     """The seed that was used, in the last event."""
     queue_position: int | None = None
-    """Requests that come before this one, in events of the waiting phase: 0 is next."""
+    """Place in the queue, in events of the waiting phase: 1 is next."""
     prefill_done: int | None = None
     """Prompt tokens whose KV exists by now, in events of the prefill phase."""
     notice: Notice | None = None
@@ -336,17 +338,6 @@ class MemoryPlan:
     @property
     def fits(self) -> bool:
         return self.total_bytes <= self.available_bytes
-
-
-@dataclass(frozen=True)
-class PullProgress:
-    """Fetching one model. The total is fixed before the first byte and never changes."""
-
-    done_bytes: int
-    total_bytes: int
-    source: str
-    phase: str
-    """connecting, fetching, verifying, unpacking or done."""
 
 
 @runtime_checkable

@@ -1,4 +1,4 @@
-"""What reaches a user beside the answer: errors with exit codes, and notices of what was changed for them."""
+"""What reaches a user beside the answer: errors with exit codes, notices of what was changed, progress of a pull."""
 
 from __future__ import annotations
 
@@ -14,6 +14,17 @@ class Notice:
     """A stable snake_case word that programs may match on, such as ``context_clamped``."""
     detail: str
     """One sentence for a person, with the numbers in it."""
+
+
+@dataclass(frozen=True)
+class PullProgress:
+    """Fetching one model. The total is fixed before the first byte and never changes; 0 while it is not known."""
+
+    done_bytes: int
+    total_bytes: int
+    source: str
+    phase: str
+    """connecting, waiting, fetching, unpacking, verifying or done."""
 
 
 class EdgeLLMError(Exception):

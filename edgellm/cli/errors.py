@@ -1,0 +1,99 @@
+"""From an exception to one line on standard error and the exit code that belongs to it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import sys
+import time
+import traceback
+from typing import TextIO
+
+import click
+
+from edgellm_models.errors import EdgeLLMError
+
+INTERRUPTED = 130
+TERMINATED = 143
+BROKEN_PIPE = 141
+"""As a shell reports a program that SIGPIPE ended."""
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
+
+
+class Terminated(BaseException):
+    """SIGTERM arrived; unwinds so that children end and files are closed."""
+
+
+def one_line(text: str) -> str:
+    """Names and messages from files and servers, without line breaks and control characters."""
+    return _CONTROL.sub(" ", text).strip()
+
+
+def report(error: BaseException) -> int:
+    """Tells the user what went wrong and returns the exit code."""
+    if isinstance(error, KeyboardInterrupt | click.Abort):
+        return INTERRUPTED
+    if isinstance(error, Terminated):
+        return TERMINATED
+    if isinstance(error, BrokenPipeError):
+        silence_streams()
+        return BROKEN_PIPE
+    if isinstance(error, EdgeLLMError):
+        _say(str(error))
+        return error.exit_code
+    if isinstance(error, click.UsageError):
+        help_line = f" (try '{error.ctx.command_path} --help')" if error.ctx is not None else ""
+        _say(error.format_message() + help_line)
+        return error.exit_code
+    if isinstance(error, click.ClickException):
+        _say(error.format_message())
+        return error.exit_code
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None:
+        _say("cannot write the output: no space left on the device")
+        return 73
+    kind = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    _say(f"unexpected {kind[:500]}; {_keep_traceback(error)}")
+    return 1
+
+
+def silence_streams() -> None:
+    """Points the standard streams at nothing, so that the interpreter's last flush does not complain."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            os.dup2(devnull, stream.fileno())
+        except (OSError, ValueError, AttributeError):
+            continue
+
+
+def _keep_traceback(error: BaseException) -> str:
+    text = "".join(traceback.format_exception(error))
+    try:
+        from edgellm.locations import Locations
+
+        locations = Locations.from_environment()
+        folder = locations.ensure(locations.logs)
+        path = folder / f"crash-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
+        path.write_text(text, encoding="utf-8", errors="replace")
+    except (OSError, EdgeLLMError):
+        _write(sys.stderr, text)
+        return "the traceback is above, since the log folder cannot be written"
+    return f"this is a fault of edgellm; the traceback is in {path}"
+
+
+def _say(message: str) -> None:
+    _write(sys.stderr, f"edgellm: {one_line(message)}\n")
+
+
+def _write(stream: TextIO | None, text: str) -> None:
+    if stream is None:
+        return
+    try:
+        stream.write(text)
+        stream.flush()
+    except UnicodeEncodeError:
+        stream.write(text.encode("ascii", "backslashreplace").decode("ascii"))
+    except (OSError, ValueError):
+        return

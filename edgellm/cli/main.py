@@ -1,0 +1,209 @@
+"""The root command: a table of commands, each imported when it is called, and the way out of all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from edgellm.cli.errors import Terminated, report
+from edgellm.cli.options import EdgeOption
+from edgellm.cli.output import Output, current_output
+from edgellm_models.errors import UsageError
+
+CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+@dataclass(frozen=True)
+class CommandRow:
+    """One line of ``edgellm --help``; the module holds a Click command called ``command``."""
+
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "chat": CommandRow("edgellm.cli.chat", "Talk to a model, on a screen or through pipes."),
+    "complete": CommandRow("edgellm.cli.complete", "Continue a text, without a chat template."),
+    "tokenize": CommandRow("edgellm.cli.tokenize_text", "Show the token ids of a text."),
+    "pull": CommandRow("edgellm.cli.pull", "Fetch a model, with resume and verification."),
+    "list": CommandRow("edgellm.cli.list_models", "List the models of the catalog and those that are here."),
+    "show": CommandRow("edgellm.cli.show", "Describe a model: metadata, bits per weight, memory needed."),
+    "rm": CommandRow("edgellm.cli.remove", "Delete a pulled model."),
+    "doctor": CommandRow("edgellm.cli.doctor", "Check this machine and installation."),
+    "config": CommandRow("edgellm.cli.config_commands", "Show settings and where each comes from."),
+    "completion": CommandRow("edgellm.cli.completion", "Print a completion script for a shell."),
+}
+"""In the order of the help."""
+
+PLANNED = ("serve", "quantize", "eval", "bench", "plan", "ps", "stop", "history")
+"""Commands of the published interface that are not in this version."""
+
+EXAMPLES = (
+    'edgellm chat -p "What is the capital of France?"',
+    "edgellm list",
+    "edgellm pull smollm2-135m",
+)
+
+
+class EdgeCommand(click.Command):
+    """A command whose help begins with examples and that takes -q and -v behind its name too."""
+
+    def __init__(self, *args: Any, examples: Sequence[str] = (), **kwargs: Any) -> None:
+        kwargs.setdefault("context_settings", CONTEXT_SETTINGS)
+        super().__init__(*args, **kwargs)
+        self.examples = tuple(examples)
+        self.params += talk_options()
+
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        self.format_usage(ctx, formatter)
+        write_examples(formatter, self.examples)
+        self.format_help_text(ctx, formatter)
+        self.format_options(ctx, formatter)
+        self.format_epilog(ctx, formatter)
+
+
+class LazyGroup(click.Group):
+    """Knows its commands by the table and imports a module only when its command is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in PLANNED:
+            raise UsageError(f"edgellm {cmd_name} is not in this version; edgellm --help lists the commands")
+        row = COMMANDS.get(cmd_name)
+        if row is None:
+            return None
+        command: click.Command = importlib.import_module(row.module).command
+        return command
+
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        self.format_usage(ctx, formatter)
+        write_examples(formatter, EXAMPLES)
+        self.format_help_text(ctx, formatter)
+        self.format_options(ctx, formatter)
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, row.summary) for name, row in COMMANDS.items()])
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        # Group.format_options would list the commands, and import each of them for its summary.
+        click.Command.format_options(self, ctx, formatter)
+
+
+def write_examples(formatter: click.HelpFormatter, examples: Sequence[str]) -> None:
+    if examples:
+        with formatter.section("Examples"):
+            formatter.write("".join(f"  {example}\n" for example in examples))
+
+
+def talk_options() -> list[click.Parameter]:
+    """-q and -v, valid before and behind the command's name."""
+    return [
+        EdgeOption(
+            ["-q", "--quiet"],
+            is_flag=True,
+            expose_value=False,
+            callback=_set_quiet,
+            help="Say nothing but results and errors.",
+        ),
+        EdgeOption(
+            ["-v", "--verbose"],
+            count=True,
+            expose_value=False,
+            callback=_set_verbose,
+            help="Log to standard error; twice for more.",
+        ),
+    ]
+
+
+def version() -> str:
+    """The installed version, read without importing anything of ours."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("edgellm")
+    except metadata.PackageNotFoundError:
+        return "0+unknown"
+
+
+def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        click.echo(f"edgellm {version()}")
+        ctx.exit()
+
+
+def _set_quiet(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value:
+        current_output().quiet = True
+
+
+def _set_verbose(ctx: click.Context, param: click.Parameter, value: int) -> None:
+    if value:
+        logging.basicConfig(
+            level=logging.DEBUG if value > 1 else logging.INFO,
+            stream=sys.stderr,
+            format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        )
+
+
+@click.group(cls=LazyGroup, name="edgellm", context_settings=CONTEXT_SETTINGS, params=talk_options())
+@click.option(
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_print_version,
+    help="Show the version and exit.",
+)
+@click.pass_context
+def cli(ctx: click.Context) -> None:
+    """Run and quantize language models on your own machine."""
+    current_output()
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command line and returns its exit code; never raises for what a user can cause."""
+    if os.environ.get("_EDGELLM_COMPLETE"):
+        return _complete()
+    try:
+        args = list(sys.argv[1:] if arguments is None else arguments)
+        with cli.make_context("edgellm", args, obj=Output()) as ctx:
+            code = cli.invoke(ctx)
+        sys.stdout.flush()
+        return code if isinstance(code, int) and not isinstance(code, bool) else 0
+    except click.exceptions.Exit as done:
+        return done.exit_code
+    except (Exception, KeyboardInterrupt, Terminated) as error:
+        return report(error)
+
+
+def main() -> None:
+    """The console script."""
+    with contextlib.suppress(ValueError, OSError):  # not in the main thread, or no such signal
+        signal.signal(signal.SIGTERM, _terminate)
+    code = run()
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        code = report(error)
+    sys.exit(code)
+
+
+def _terminate(number: int, frame: object) -> None:
+    raise Terminated
+
+
+def _complete() -> int:
+    """Answers the completion scripts, which call the program with a variable of their own."""
+    from edgellm.cli.completion import answer
+
+    return answer(cli)

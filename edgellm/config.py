@@ -1,0 +1,400 @@
+"""Settings: their table, EngineConfig as the user wrote it, ResolvedConfig with the origin of each value.
+
+Precedence: flag > environment EDGELLM_NAME > the project's .edgellm.toml > the user's config.toml > built-in.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from edgellm.contracts import SamplingParams
+from edgellm.switches import Switch, variable_of
+from edgellm_models.errors import ConfigError, EdgeLLMError, Notice, UsageError
+
+PROJECT_FILE = ".edgellm.toml"
+DEFAULT_MODEL = "smollm2-135m"
+MAX_FILE_BYTES = 1 << 20
+BUILT_IN = "built-in"
+FLAG = "flag"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting: option ``--NAME`` with dashes, variable EDGELLM_NAME, key NAME in both files."""
+
+    name: str
+    kind: str
+    """text, integer, number, choice or texts (a list; in the environment one value)."""
+    meaning: str
+    default: Any = None
+    """The built-in value; None is decided later, by the model or the machine, as ``meaning`` says."""
+    choices: tuple[str, ...] = ()
+    planned: tuple[str, ...] = ()
+    """Values of the published interface that this version refuses by name; ``*`` is every other value."""
+    minimum: float | None = None
+    maximum: float | None = None
+    sampling: str | None = None
+    """The field of SamplingParams that this sets."""
+
+    @property
+    def option(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return variable_of(self.name)
+
+    def as_switch(self) -> Switch:
+        kind = "|".join(self.choices) if self.kind == "choice" else self.kind
+        return Switch(self.variable, kind, self.meaning, "" if self.default is None else str(self.default))
+
+
+SETTINGS = (
+    Setting(
+        "model",
+        "text",
+        "Catalog name, GGUF file, model folder or hf:owner/repo[:file].",
+        DEFAULT_MODEL,
+    ),
+    Setting("device", "choice", "Where the model runs.", "auto", ("auto", "cpu", "cuda")),
+    Setting("threads", "integer", "CPU threads; unset is one per physical core.", minimum=1, maximum=4096),
+    Setting("ctx", "integer", "Context in tokens; unset is the trained one or what fits.", minimum=1),
+    Setting("kernels", "choice", "Which kernels compute.", "auto", ("auto", "torch"), ("triton", "native")),
+    Setting(
+        "activations", "choice", "Precision of activations.", "auto", ("auto", "exact"), ("int16", "int8")
+    ),
+    Setting(
+        "kv_dtype",
+        "choice",
+        "Element type of the KV cache.",
+        "auto",
+        ("auto", "f32", "bf16", "f16"),
+        ("fp8", "int8", "int4"),
+    ),
+    Setting(
+        "kv_policy",
+        "choice",
+        "What happens when the context is full.",
+        "stop",
+        ("stop",),
+        ("trim", "window", "budget"),
+    ),
+    Setting("kv_window", "choice", "Tokens that --kv-policy window keeps.", planned=("*",)),
+    Setting("kv_budget", "choice", "Tokens that --kv-policy budget keeps.", planned=("*",)),
+    Setting("spec", "choice", "Speculative decoding.", "auto", ("auto", "off"), ("ngram", "skip")),
+    Setting("draft", "choice", "Draft model for speculative decoding.", planned=("*",)),
+    Setting(
+        "spec_rule", "choice", "How drafted tokens are accepted.", "coupled", ("coupled",), ("rejection",)
+    ),
+    Setting("gpu_layers", "choice", "Layers on the GPU.", "auto", ("auto",), ("*",)),
+    Setting("seed", "integer", "Seed of sampling; unset draws one and shows it.", minimum=0, sampling="seed"),
+    Setting("temp", "number", "Temperature; 0 is greedy.", minimum=0, sampling="temperature"),
+    Setting("top_k", "integer", "Keep the K most likely tokens; 0 is off.", minimum=0, sampling="top_k"),
+    Setting("top_p", "number", "Keep the smallest set of this probability; 1 is off.", sampling="top_p"),
+    Setting("min_p", "number", "Keep tokens of at least this share of the best; 0 is off.", sampling="min_p"),
+    Setting("typical_p", "number", "Locally typical sampling; 1 is off.", sampling="typical_p"),
+    Setting(
+        "repeat_penalty", "number", "Penalty on earlier tokens; 1 is off.", sampling="repetition_penalty"
+    ),
+    Setting(
+        "presence_penalty",
+        "number",
+        "Subtracted from tokens of the answer.",
+        sampling="presence_penalty",
+    ),
+    Setting(
+        "frequency_penalty",
+        "number",
+        "Subtracted per use in the answer.",
+        sampling="frequency_penalty",
+    ),
+    Setting("max_tokens", "integer", "Longest answer in tokens.", minimum=0, sampling="max_new_tokens"),
+    Setting("stop", "texts", "Text that ends the answer; may be given several times.", sampling="stop"),
+)
+"""Every setting, in the order in which ``edgellm config show`` prints them."""
+
+BY_NAME: Mapping[str, Setting] = {setting.name: setting for setting in SETTINGS}
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What the user wrote as flags (or a caller as arguments); None is "not said"."""
+
+    model: str | None = None
+    device: str | None = None
+    threads: int | None = None
+    ctx: int | None = None
+    kernels: str | None = None
+    activations: str | None = None
+    kv_dtype: str | None = None
+    kv_policy: str | None = None
+    kv_window: str | None = None
+    kv_budget: str | None = None
+    spec: str | None = None
+    draft: str | None = None
+    spec_rule: str | None = None
+    gpu_layers: str | None = None
+    seed: int | None = None
+    temp: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] | None = None
+
+    def resolve(
+        self,
+        *,
+        environ: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+        user_file: Path | None = None,
+    ) -> ResolvedConfig:
+        """See ``resolve``."""
+        return resolve(self, environ=environ, folder=folder, user_file=user_file)
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """Every setting with its value and origin. None is left to the model or the machine (see SETTINGS)."""
+
+    model: str
+    device: str
+    threads: int | None
+    ctx: int | None
+    kernels: str
+    activations: str
+    kv_dtype: str
+    kv_policy: str
+    kv_window: str | None
+    kv_budget: str | None
+    spec: str
+    draft: str | None
+    spec_rule: str
+    gpu_layers: str
+    seed: int | None
+    temp: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    typical_p: float | None
+    repeat_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    max_tokens: int | None
+    stop: tuple[str, ...] | None
+    origins: Mapping[str, str] = field(default_factory=dict)
+    """Per setting: ``flag``, the name of a variable, the path of a file, or ``built-in``."""
+    notices: tuple[Notice, ...] = ()
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """What was said about sampling, by field name of SamplingParams; what was not said is absent."""
+        values = {s.sampling: getattr(self, s.name) for s in SETTINGS if s.sampling}
+        return {name: value for name, value in values.items() if name and value is not None}
+
+    def sampling_params(self, base: SamplingParams) -> SamplingParams:
+        """``base`` (the catalog's, the model's or the command's defaults) with what the user said on top.
+
+        A bad value is named by option and origin.
+        """
+        try:
+            return replace(base, **self.sampling)
+        except EdgeLLMError as error:
+            raise self._blame(error) from None
+
+    def _blame(self, error: EdgeLLMError) -> EdgeLLMError:
+        word = str(error).split(" ", 1)[0]
+        setting = next((s for s in SETTINGS if s.sampling == word), None)
+        if setting is None:
+            return error
+        origin = self.origins.get(setting.name, BUILT_IN)
+        detail = str(error).split(" ", 1)[1]
+        if origin == FLAG:
+            return UsageError(f"{setting.option} {detail}")
+        return ConfigError(f"{_place(origin, setting)} {detail}")
+
+
+def resolve(
+    config: EngineConfig,
+    *,
+    environ: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+    user_file: Path | None = None,
+) -> ResolvedConfig:
+    """Joins flags, environment and both files.
+
+    ``folder`` is where the search for the project's file begins (default: the current one); ``user_file`` is
+    the user's config.toml (default: that of the locations). ConfigError (exit 78) names the file or variable
+    and the key; a bad flag is a UsageError (exit 2).
+    """
+    environ = os.environ if environ is None else environ
+    if user_file is None:
+        from edgellm.locations import Locations
+
+        user_file = Locations.from_environment(environ).config_file
+    project_file = find_project_file(folder)
+    layers: list[tuple[str, Mapping[str, Any]]] = [
+        (FLAG, _flags(config)),
+        ("environment", _from_environment(environ)),
+    ]
+    if project_file is not None:
+        layers.append((str(project_file), read_config_file(project_file)))
+    layers.append((str(user_file), read_config_file(user_file)))
+
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for setting in SETTINGS:
+        values[setting.name], origins[setting.name] = setting.default, BUILT_IN
+        for origin, layer in layers:
+            if setting.name in layer:
+                values[setting.name] = layer[setting.name]
+                origins[setting.name] = setting.variable if origin == "environment" else origin
+                break
+    resolved = ResolvedConfig(**values, origins=origins)
+    resolved.sampling_params(SamplingParams())
+    return resolved
+
+
+def find_project_file(folder: Path | None = None) -> Path | None:
+    """The nearest .edgellm.toml from ``folder`` upwards, not past the top of a git work tree or the home."""
+    start = Path(os.path.abspath(folder or Path.cwd()))
+    home = Path.home()
+    for place in (start, *start.parents):
+        candidate = place / PROJECT_FILE
+        if candidate.is_file():
+            return candidate
+        if place == home or (place / ".git").exists():
+            return None
+    return None
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """The checked settings of one TOML file; an absent file is empty. ConfigError names file and key."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError(f"{path} is over {MAX_FILE_BYTES:,} bytes; it should hold a few settings")
+    try:
+        table = tomllib.loads(data.decode("utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    settings = {}
+    for key, value in table.items():
+        setting = BY_NAME.get(key)
+        if setting is None:
+            raise ConfigError(f"{path}: unknown key {key!r}{_nearest(key)}")
+        settings[key] = _checked(setting, value, _place(str(path), setting), ConfigError)
+    return settings
+
+
+def settings_as_switches() -> Iterator[Switch]:
+    """The table of settings for docs/env.md."""
+    return (setting.as_switch() for setting in SETTINGS)
+
+
+def parse_text(setting: Setting, text: str) -> Any:
+    """A value as typed on the command line or in a variable. ValueError when it has the wrong type."""
+    if setting.kind == "integer":
+        return int(text)
+    if setting.kind == "number":
+        return float(text)
+    if setting.kind == "texts":
+        return (text,)
+    return text
+
+
+def _flags(config: EngineConfig) -> dict[str, Any]:
+    given = {f.name: getattr(config, f.name) for f in fields(config)}
+    return {
+        name: _checked(BY_NAME[name], value, BY_NAME[name].option, UsageError)
+        for name, value in given.items()
+        if value is not None
+    }
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    found = {}
+    for setting in SETTINGS:
+        text = environ.get(setting.variable, "")
+        if not text:
+            continue
+        try:
+            value = parse_text(setting, text)
+        except ValueError:
+            raise ConfigError(f"{setting.variable} must be {_rule(setting)}, not {text!r}") from None
+        found[setting.name] = _checked(setting, value, setting.variable, ConfigError)
+    return found
+
+
+def _checked(setting: Setting, value: Any, place: str, kind: type[EdgeLLMError]) -> Any:
+    """The value in its final type, or an error that names the place, the rule and the value."""
+    if setting.kind == "choice":
+        text = str(value) if isinstance(value, str | int) and not isinstance(value, bool) else value
+        if text in setting.choices:
+            return text
+        if text in setting.planned or "*" in setting.planned:
+            if not setting.choices:
+                raise kind(f"{place} is not in this version")
+            raise kind(f"{place} {text} is not in this version; choose from {', '.join(setting.choices)}")
+        raise kind(f"{place} must be {_rule(setting)}, not {value!r}")
+    ok: bool
+    if setting.kind == "integer":
+        ok = isinstance(value, int) and not isinstance(value, bool)
+    elif setting.kind == "number":
+        ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        value = float(value) if ok else value
+    elif setting.kind == "texts":
+        value = [value] if isinstance(value, str) else value
+        ok = isinstance(value, list | tuple) and all(isinstance(text, str) and text for text in value)
+        value = tuple(value) if ok else value
+    else:
+        ok = isinstance(value, str) and bool(value)
+    if ok and setting.minimum is not None:
+        ok = value >= setting.minimum
+    if ok and setting.maximum is not None:
+        ok = value <= setting.maximum
+    if not ok:
+        raise kind(f"{place} must be {_rule(setting)}, not {value!r}")
+    return value
+
+
+def _rule(setting: Setting) -> str:
+    if setting.kind == "choice":
+        return "one of " + ", ".join(setting.choices) if setting.choices else "unset (not in this version)"
+    words = {
+        "text": "a text",
+        "integer": "an integer",
+        "number": "a finite number",
+        "texts": "a text or list of texts",
+    }
+    rule = words[setting.kind]
+    if setting.minimum is not None and setting.maximum is not None:
+        rule += f" from {setting.minimum:g} to {setting.maximum:g}"
+    elif setting.minimum is not None:
+        rule += f" of {setting.minimum:g} or more"
+    return rule
+
+
+def _place(origin: str, setting: Setting) -> str:
+    return origin if origin == setting.variable else f"{origin}: {setting.name}"
+
+
+def _nearest(key: str) -> str:
+    close = difflib.get_close_matches(key.replace("-", "_").lower(), BY_NAME, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; the keys are {', '.join(BY_NAME)}"
