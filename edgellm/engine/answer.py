@@ -1,0 +1,87 @@
+"""One answer as it grows: which tokens are kept, what text is certain, and when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from edgellm.contracts import FinishReason, SamplingParams
+from edgellm.engine.stop_strings import StopStrings
+
+
+class TextDecoder(Protocol):
+    """Ids to text, append-only, whole characters only (tokenizer/stream_decoder.py)."""
+
+    def push(self, token_ids: Sequence[int]) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class AnswerStep:
+    """What the tokens of one step brought."""
+
+    token_ids: tuple[int, ...]
+    """Those that belong to the answer: none after the one that ended it."""
+    text: str
+    finish_reason: FinishReason | None
+
+
+class Answer:
+    """Applies end ids, stop strings and the token limit one token at a time.
+
+    So a step that brings several tokens ends exactly where one by one would have ended. The token that ends
+    the answer (an end id, or the one that completes a stop string) is kept and counted; an end id gives no
+    text. ``limit`` is the number of tokens at which the answer ends with LENGTH.
+    """
+
+    def __init__(
+        self,
+        decoder: TextDecoder,
+        sampling: SamplingParams,
+        end_ids: frozenset[int],
+        limit: int,
+        vocab_size: int,
+    ) -> None:
+        self._decoder = decoder
+        self._stops = StopStrings(sampling.stop)
+        ends = frozenset(sampling.stop_token_ids)
+        self._end_ids = ends if sampling.ignore_eos else ends | end_ids
+        self._limit = limit
+        self._vocab_size = vocab_size
+        self.num_tokens = 0
+
+    @property
+    def is_full(self) -> bool:
+        """The limit is reached, as it is from the start when no token was asked for."""
+        return self.num_tokens >= self._limit
+
+    def push(self, token_ids: Sequence[int]) -> AnswerStep:
+        """Adds the tokens of one step, up to the one that ends the answer."""
+        kept: list[int] = []
+        text: list[str] = []
+        reason: FinishReason | None = None
+        for token_id in token_ids:
+            kept.append(token_id)
+            self.num_tokens += 1
+            if token_id in self._end_ids:
+                reason = FinishReason.STOP
+            elif token_id < self._vocab_size:  # rows that pad the embedding stand for no text
+                text.append(self._stops.push(self._decoder.push([token_id])))
+                if self._stops.matched is not None:
+                    reason = FinishReason.STOP
+            if reason is None and self.is_full:
+                reason = FinishReason.LENGTH
+            if reason is not None:
+                text.append(self.finish())
+                if self._stops.matched is not None:
+                    reason = FinishReason.STOP
+                break
+        return AnswerStep(tuple(kept), "".join(text), reason)
+
+    def finish(self) -> str:
+        """The text that was held: an incomplete character as U+FFFD, the start of a stop string that never
+        came.
+        """
+        return self._stops.push(self._decoder.finish()) + self._stops.finish()

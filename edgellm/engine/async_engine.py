@@ -1,0 +1,182 @@
+"""The engine in a thread of its own: submit and cancel from outside, events as async streams."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
+
+from edgellm.contracts import EngineStats, FinishReason, GenerationEngine, GenerationRequest, TokenEvent
+from edgellm.engine.mailbox import Mailbox
+from edgellm.engine.stats import as_of
+from edgellm_models.errors import EdgeLLMError, EngineError
+
+
+class SteppedEngine(GenerationEngine, Protocol):
+    """What the thread needs of the synchronous engine."""
+
+    stats: EngineStats
+
+    def validate(self, request: GenerationRequest) -> None: ...
+
+
+class TokenStream(AsyncIterator[TokenEvent]):
+    """The events of one request, to be read in the loop that submitted it.
+
+    Leaving it early (``aclose``, or dropping it) cancels the request.
+    """
+
+    def __init__(self, engine: AsyncEngine, request_id: str, mailbox: Mailbox) -> None:
+        self._engine = engine
+        self._request_id = request_id
+        self._mailbox = mailbox
+        self._done = False
+
+    def __aiter__(self) -> TokenStream:
+        return self
+
+    async def __anext__(self) -> TokenEvent:
+        event = None if self._done else await self._mailbox.get()
+        if event is None:
+            self._done = True
+            raise StopAsyncIteration
+        return event
+
+    async def aclose(self) -> None:
+        """Cancels the request unless it has ended."""
+        self._close()
+
+    def _close(self) -> None:
+        if not self._done:
+            self._done = True
+            self._engine.cancel(self._request_id)
+
+    def __del__(self) -> None:
+        self._close()
+
+
+class AsyncEngine:
+    """Owns the thread in which the engine steps: event loops never compute, the engine thread never
+    awaits.
+    """
+
+    def __init__(self, engine: SteppedEngine, name: str = "edgellm-engine") -> None:
+        self._engine = engine
+        # Reentrant: the garbage collector may drop a stream, and so cancel it, while this very thread holds
+        # the lock.
+        self._changed = threading.Condition(threading.RLock())
+        self._commands: deque[Callable[[], None]] = deque()
+        self._mailboxes: dict[str, Mailbox] = {}
+        self._samples: dict[str, set[int]] = {}
+        """Samples that have not ended, by request."""
+        self._closing = False
+        self._fault: str | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def fault(self) -> str | None:
+        """Why the engine can serve no more, or None."""
+        return self._fault
+
+    def stats(self) -> EngineStats:
+        """The newest stats; costs the engine nothing."""
+        return as_of(self._engine.stats, time.monotonic())
+
+    def submit(self, request: GenerationRequest) -> TokenStream:
+        """Queues a request and returns its events. Call it in the event loop that will read them.
+
+        Raises BadInputError when the request cannot be served and EngineError when the engine has failed or
+        is closed.
+        """
+        self._engine.validate(request)
+        mailbox = Mailbox(asyncio.get_running_loop(), request.num_samples)
+        if not request.arrival_time:
+            request = replace(request, arrival_time=time.monotonic())
+        with self._changed:
+            if self._fault is not None:
+                raise EngineError(f"the engine has failed and serves no more: {self._fault}")
+            if self._closing:
+                raise EngineError("the engine is closed")
+            if request.request_id in self._mailboxes:
+                raise EngineError(f"request {request.request_id!r} is open already")
+            self._mailboxes[request.request_id] = mailbox
+            self._samples[request.request_id] = set(range(request.num_samples))
+            self._commands.append(lambda: self._engine.submit(request))
+            self._changed.notify()
+        return TokenStream(self, request.request_id, mailbox)
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request within a step, from any thread; ids that are not open are ignored."""
+        with self._changed:
+            if request_id in self._mailboxes:
+                self._commands.append(lambda: self._engine.cancel(request_id))
+                self._changed.notify()
+
+    def close(self) -> None:
+        """Cancels what is open and waits for the thread. Must not be called by the engine's own thread."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    async def aclose(self) -> None:
+        """``close`` without holding up the event loop for the rest of a step."""
+        await asyncio.to_thread(self.close)
+
+    # --- the engine thread ---
+
+    def _run(self) -> None:
+        try:
+            while self._next_step():
+                pass
+        except BaseException as error:  # a fault of any kind must reach every reader
+            self._fail(str(error) if isinstance(error, EdgeLLMError) else f"{type(error).__name__}: {error}")
+
+    def _next_step(self) -> bool:
+        """Carries out what was asked for and steps once; False when it is over."""
+        with self._changed:
+            while not (self._commands or self._closing or self._engine.has_work()):
+                self._changed.wait()
+            commands = list(self._commands)
+            self._commands.clear()
+            closing = self._closing
+            if closing:
+                for request_id in self._mailboxes:
+                    commands.append(partial(self._engine.cancel, request_id))
+        for command in commands:
+            command()
+        if self._engine.has_work():
+            for event in self._engine.step():
+                self._deliver(event)
+        return not (closing and not self._engine.has_work())
+
+    def _deliver(self, event: TokenEvent) -> None:
+        with self._changed:
+            mailbox = self._mailboxes.get(event.request_id)
+            if mailbox is None:
+                return
+            if event.finish_reason is not None:
+                samples = self._samples[event.request_id]
+                samples.discard(event.sample)
+                if not samples:
+                    del self._mailboxes[event.request_id], self._samples[event.request_id]
+        mailbox.put(event)
+        if mailbox.reader_gone:
+            self.cancel(event.request_id)
+
+    def _fail(self, reason: str) -> None:
+        with self._changed:
+            self._fault = reason
+            mailboxes, samples = dict(self._mailboxes), dict(self._samples)
+            self._mailboxes.clear()
+            self._samples.clear()
+            self._commands.clear()
+        for request_id, mailbox in mailboxes.items():
+            for sample in sorted(samples[request_id]):
+                mailbox.put(TokenEvent(request_id, sample, finish_reason=FinishReason.ERROR, error=reason))

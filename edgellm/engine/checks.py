@@ -1,0 +1,48 @@
+"""What a request must be to be served; every refusal names the field, the values and a way out."""
+
+from __future__ import annotations
+
+from edgellm.contracts import GenerationRequest, Task
+from edgellm_models.errors import BadInputError
+
+MAX_LOGPROBS = 20
+MAX_SAMPLES = 128
+
+
+def check_request(request: GenerationRequest, context_length: int, vocab_size: int) -> None:
+    """Raises BadInputError for what cannot be served. Reads nothing that changes: any thread may call it."""
+    prompt = request.prompt_token_ids
+    if not prompt:
+        raise BadInputError(
+            "the prompt is empty and this model adds no beginning-of-text token; give some text"
+        )
+    if len(prompt) > context_length:
+        raise BadInputError(
+            f"the prompt has {len(prompt)} tokens, the context holds {context_length}; shorten it or "
+            "raise --ctx"
+        )
+    outside = next((t for t in prompt if not 0 <= t < vocab_size), None)
+    if outside is not None:
+        raise BadInputError(
+            f"the prompt holds token id {outside}, but the vocabulary has {vocab_size} tokens"
+        )
+    bias = request.sampling.logit_bias
+    if bias and max(bias) >= vocab_size:
+        raise BadInputError(f"logit_bias names token {max(bias)}, but the vocabulary has {vocab_size} tokens")
+    if len(bias) >= vocab_size and all(value <= -100 for value in bias.values()):
+        raise BadInputError("logit_bias removes every token of the vocabulary")
+    if not 1 <= request.num_samples <= MAX_SAMPLES:
+        raise BadInputError(
+            f"the number of samples must be from 1 to {MAX_SAMPLES}, not {request.num_samples}"
+        )
+    if request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS:
+        raise BadInputError(f"logprobs must be from 0 to {MAX_LOGPROBS}, not {request.logprobs}")
+    for name, asked in (
+        ("task", request.task is not Task.GENERATE),
+        ("prompt_logprobs", request.prompt_logprobs is not None),
+        ("constraint", request.constraint is not None),
+    ):
+        if asked:
+            raise BadInputError(f"this engine does not serve requests with {name} yet; leave it out")
+    if request.kv_policy != "stop":
+        raise BadInputError(f"this engine does not serve kv_policy {request.kv_policy!r} yet; use 'stop'")

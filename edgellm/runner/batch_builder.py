@@ -1,0 +1,64 @@
+"""Turns a StepPlan's integers into the tensors of a ForwardBatch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from edgellm.contracts import PlannedSequence
+from edgellm_kernels.batch import ForwardBatch, GroupTables
+
+
+def build_batch(sequences: Sequence[PlannedSequence], block_size: int, device: str = "cpu") -> ForwardBatch:
+    """The batch of a plan's sequences, in order; where logits are needed, those of the last token."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    query_starts = [0]
+    logit_rows: list[int] = []
+    for sequence in sequences:
+        token_ids.extend(sequence.token_ids)
+        positions.extend(range(sequence.start_position, sequence.start_position + len(sequence.token_ids)))
+        query_starts.append(len(token_ids))
+        if sequence.needs_logits:
+            logit_rows.append(len(token_ids) - 1)
+    key_lengths = [s.start_position + len(s.token_ids) for s in sequences]
+    num_groups = len(sequences[0].block_tables)
+    return ForwardBatch(
+        token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
+        positions=torch.tensor(positions, dtype=torch.int64, device=device),
+        query_starts=torch.tensor(query_starts, dtype=torch.int32, device=device),
+        logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
+        max_query=max(len(s.token_ids) for s in sequences),
+        max_key=-(-max(key_lengths) // block_size) * block_size,
+        groups=tuple(_group_tables(sequences, g, block_size, key_lengths, device) for g in range(num_groups)),
+    )
+
+
+def _group_tables(
+    sequences: Sequence[PlannedSequence], group: int, block_size: int, key_lengths: list[int], device: str
+) -> GroupTables:
+    live_blocks: list[list[int]] = []
+    live_positions: list[list[int]] = []
+    slots: list[int] = []
+    for sequence in sequences:
+        blocks = sequence.block_tables[group]
+        live = [index for index, block in enumerate(blocks) if block >= 0]
+        live_blocks.append([blocks[index] for index in live])
+        live_positions.append([index * block_size for index in live])
+        for position in range(sequence.start_position, sequence.start_position + len(sequence.token_ids)):
+            block = blocks[position // block_size]
+            assert block >= 0, f"position {position} of sequence {sequence.sequence_id} has no block"
+            slots.append(block * block_size + position % block_size)
+    width = max(len(blocks) for blocks in live_blocks)
+
+    def padded(rows: list[list[int]], filler: int) -> torch.Tensor:
+        filled = [row + [filler] * (width - len(row)) for row in rows]
+        return torch.tensor(filled, dtype=torch.int32, device=device)
+
+    return GroupTables(
+        block_table=padded(live_blocks, -1),
+        block_positions=padded(live_positions, 0),
+        slot_mapping=torch.tensor(slots, dtype=torch.int64, device=device),
+        key_lengths=torch.tensor(key_lengths, dtype=torch.int32, device=device),
+    )

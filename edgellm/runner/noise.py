@@ -1,0 +1,66 @@
+"""The noise of Gumbel-max sampling: a pure hash of (seed, sample index, absolute position, token id).
+
+It depends on nothing else (no request id, no generator, no batch), so that the same seed draws the same token
+whatever else runs, in whatever order, and speculation can check a draft with the very noise that the plain
+step would have used. A twin on another device must give the same 32-bit hashes; this is the whole definition,
+all arithmetic modulo 2**64 (mix64) or 2**32 (fmix32) on unsigned integers:
+
+    mix64(x):   x ^= x >> 30;  x *= 0xBF58476D1CE4E5B9;  x ^= x >> 27;  x *= 0x94D049BB133111EB;  x ^= x >> 31
+    fmix32(x):  x ^= x >> 16;  x *= 0x85EBCA6B;  x ^= x >> 13;  x *= 0xC2B2AE35;  x ^= x >> 16
+
+    on the host, once per row:
+        key = mix64(seed + G)              G = 0x9E3779B97F4A7C15; seed taken modulo 2**64
+        key = mix64(key ^ (sample + G))
+        key = mix64(key ^ (position + G))
+        k0, k1 = key & 0xFFFFFFFF, key >> 32
+    per token id:
+        h = fmix32(fmix32(id ^ k0) ^ k1)
+        u = (h + 0.5) / 2**32              in f64: never 0, never 1
+        noise = -log(-log(u))              standard Gumbel, from -3.15 to 22.9
+
+mix64 is the finalizer of SplitMix64 (Steele, Lea, Flood 2014), fmix32 that of MurmurHash3 (Appleby, public
+domain). For one key h is a bijection of the id, so two tokens never share their noise.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_M32 = 0xFFFFFFFF
+_M64 = 0xFFFFFFFFFFFFFFFF
+_GOLDEN = 0x9E3779B97F4A7C15
+
+NOISE_SPAN = 26.1
+"""No two noises differ by more: a token whose score lies further below the best one cannot win."""
+
+
+def _mix64(x: int) -> int:
+    x &= _M64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _M64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _M64
+    return x ^ (x >> 31)
+
+
+def row_key(seed: int, sample: int, position: int) -> int:
+    """The 64-bit key of one draw. ``position`` is the absolute position of the token that is drawn."""
+    key = _mix64(seed + _GOLDEN)
+    key = _mix64(key ^ (sample + _GOLDEN))
+    return _mix64(key ^ (position + _GOLDEN))
+
+
+def _fmix32(x: torch.Tensor) -> torch.Tensor:
+    # NOTE: the int64 products wrap; their low 32 bits, the only ones kept, are those of the unsigned product.
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _M32
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _M32
+    return x ^ (x >> 16)
+
+
+def hash32(key: int, token_ids: torch.Tensor) -> torch.Tensor:
+    """[n] int64 ids -> [n] int64 hashes of 32 bits."""
+    return _fmix32(_fmix32(token_ids ^ (key & _M32)) ^ (key >> 32))
+
+
+def gumbel_noise(key: int, token_ids: torch.Tensor) -> torch.Tensor:
+    """[n] int64 ids -> [n] f64 standard Gumbel noise."""
+    uniform = (hash32(key, token_ids).to(torch.float64) + 0.5) / 2**32
+    return -torch.log(-torch.log(uniform))

@@ -1,0 +1,225 @@
+"""Engines without a model: FakeEngine plays a script, FakeRunner answers step plans, ByteTokenizer spells
+bytes.
+"""
+
+from __future__ import annotations
+
+import codecs
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from edgellm.contracts import (
+    DraftCounts,
+    EngineStats,
+    FinishReason,
+    GenerationRequest,
+    PlannedSequence,
+    RequestTimings,
+    SequenceResult,
+    StepPlan,
+    StepResult,
+    TokenEvent,
+    Usage,
+)
+from edgellm_models.errors import Notice
+from edgellm_models.tokenizer.base import TokenKind
+
+END_ID = 256
+
+
+class ByteTokenizer:
+    """Ids 0..255 are bytes, 256 is the end id, 257 begins a text. Special ids have no text."""
+
+    vocab_size = 258
+    bos_id: int | None = 257
+    eos_ids = frozenset({END_ID})
+    pad_id: int | None = None
+    unk_id: int | None = None
+    add_bos = False
+    add_eos = False
+
+    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
+        return ([257] if add_special and self.add_bos else []) + list(text.encode())
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < 256 else f"<{token_id}>".encode()
+
+    def token_text(self, token_id: int) -> str:
+        return self.token_bytes(token_id).decode("latin-1")
+
+    def token_kind(self, token_id: int) -> TokenKind:
+        return TokenKind.BYTE if token_id < 256 else TokenKind.CONTROL
+
+    def token_id(self, text: str) -> int | None:
+        return text.encode()[0] if len(text) == 1 else None
+
+    def decode(self, token_ids: Sequence[int], *, show_special: bool = False) -> str:
+        data = b"".join(self.token_bytes(t) for t in token_ids if t < 256 or show_special)
+        return data.decode("utf-8", errors="replace")
+
+
+@dataclass
+class FakeRunner:
+    """Answers plans from a script of ids per answer position: ``script(sequence_id, prompt)`` is the whole
+    answer.
+
+    ``burst`` tokens come per step, as accepted drafts would. Checks what every plan must hold: positions
+    without gaps, a start before the first use, a block for every new position, and no use after the end.
+    """
+
+    script: Callable[[tuple[int, ...]], Sequence[int]]
+    burst: int = 1
+    block_size: int = 4
+    error_at: int | None = None
+    """Answer position at which the sequence gets an error of its own."""
+    raise_at_step: int | None = None
+    """Step at which ``execute`` raises: an engine fault."""
+    delay_s: float = 0.0
+    plans: list[StepPlan] = field(default_factory=list)
+    prompts: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    answers: dict[int, list[int]] = field(default_factory=dict)
+    committed: dict[int, int] = field(default_factory=dict)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if self.delay_s:
+            time.sleep(self.delay_s)
+        if self.raise_at_step is not None and plan.step >= self.raise_at_step:
+            raise RuntimeError("the kernel is on fire")
+        self.plans.append(plan)
+        for ended in plan.ended:
+            del self.prompts[ended], self.answers[ended], self.committed[ended]
+        for start in plan.started:
+            assert start.sequence_id not in self.prompts
+            self.prompts[start.sequence_id] = start.prompt_token_ids
+            self.answers[start.sequence_id] = []
+            self.committed[start.sequence_id] = 0
+        return StepResult(plan.step, tuple(self._result(s) for s in plan.sequences))
+
+    def _result(self, planned: PlannedSequence) -> SequenceResult:
+        sid = planned.sequence_id
+        prompt, answer = self.prompts[sid], self.answers[sid]
+        tokens = [*prompt, *answer]
+        assert planned.start_position == self.committed[sid]
+        end = planned.start_position + len(planned.token_ids)
+        assert list(planned.token_ids) == tokens[planned.start_position : end]
+        for table in planned.block_tables:
+            for position in range(planned.start_position, end):
+                assert table[position // self.block_size] >= 0
+        assert planned.needs_logits == (end >= len(prompt))
+        self.committed[sid] = end
+        if not planned.needs_logits:
+            return SequenceResult(sid, ())
+        if self.error_at is not None and len(answer) >= self.error_at:
+            return SequenceResult(sid, (), error="NaN in the logits")
+        script = list(self.script(prompt))
+        new = [script[i % len(script)] for i in range(len(answer), len(answer) + self.burst)]
+        answer.extend(new)
+        self.committed[sid] = len(prompt) + len(answer) - 1
+        return SequenceResult(sid, tuple(new), draft_proposed=self.burst - 1, draft_accepted=self.burst - 1)
+
+
+@dataclass(frozen=True)
+class FakeAnswer:
+    """What FakeEngine says to one request."""
+
+    pieces: Sequence[tuple[int, str]]
+    """(token id, text) per token."""
+    burst: int = 1
+    """Tokens per event."""
+    prefill: Sequence[int] = ()
+    """prefill_done values, one event each."""
+    notices: Sequence[Notice] = ()
+    finish_reason: FinishReason = FinishReason.STOP
+    error: str | None = None
+
+
+class FakeEngine:
+    """A GenerationEngine that plays FakeAnswers in order, the last one again and again, at a rate."""
+
+    def __init__(
+        self, *answers: FakeAnswer, tokens_per_s: float = 0.0, fault_after: int | None = None
+    ) -> None:
+        self._answers = deque(answers or [FakeAnswer([(104, "h"), (105, "i")])])
+        self._tokens_per_s = tokens_per_s
+        self._fault_after = fault_after
+        self._queue: deque[tuple[GenerationRequest, deque[TokenEvent]]] = deque()
+        self._cancelled: set[str] = set()
+        self._steps = 0
+        self.requests: list[GenerationRequest] = []
+        self.stats = EngineStats()
+
+    def validate(self, request: GenerationRequest) -> None:
+        """Accepts everything."""
+
+    def submit(self, request: GenerationRequest) -> None:
+        self.requests.append(request)
+        answer = self._answers.popleft() if len(self._answers) > 1 else self._answers[0]
+        self._queue.append((request, deque(self._play(request, answer))))
+
+    def cancel(self, request_id: str) -> None:
+        self._cancelled.add(request_id)
+
+    def has_work(self) -> bool:
+        return bool(self._queue)
+
+    def step(self) -> list[TokenEvent]:
+        self._steps += 1
+        if self._fault_after is not None and self._steps > self._fault_after:
+            raise RuntimeError("the fake engine failed")
+        if not self._queue:
+            return []
+        request, script = self._queue[0]
+        if request.request_id in self._cancelled:
+            self._queue.popleft()
+            return [self._last(request, FinishReason.CANCELLED, 0)]
+        event = script.popleft()
+        if self._tokens_per_s and event.token_ids:
+            time.sleep(len(event.token_ids) / self._tokens_per_s)
+        if not script:
+            self._queue.popleft()
+        self.stats = EngineStats(time=time.monotonic(), running=len(self._queue))
+        return [event]
+
+    def _play(self, request: GenerationRequest, answer: FakeAnswer) -> list[TokenEvent]:
+        events = [TokenEvent(request.request_id, prefill_done=done) for done in answer.prefill]
+        events += [TokenEvent(request.request_id, notice=notice) for notice in answer.notices]
+        for i in range(0, len(answer.pieces), answer.burst):
+            part = answer.pieces[i : i + answer.burst]
+            text = "".join(piece for _, piece in part)
+            events.append(TokenEvent(request.request_id, token_ids=tuple(t for t, _ in part), text=text))
+        reason = FinishReason.ERROR if answer.error else answer.finish_reason
+        return [*events, self._last(request, reason, len(answer.pieces), answer.error)]
+
+    def _last(
+        self, request: GenerationRequest, reason: FinishReason, completion: int, error: str | None = None
+    ) -> TokenEvent:
+        return TokenEvent(
+            request.request_id,
+            finish_reason=reason,
+            usage=Usage(len(request.prompt_token_ids), 0, completion),
+            timings=RequestTimings(0.0, 0.01, 0.1, len(request.prompt_token_ids), completion),
+            draft=DraftCounts(),
+            seed=request.sampling.seed if request.sampling.seed is not None else 1,
+            error=error,
+        )
+
+
+@dataclass
+class ByteStreamDecoder:
+    """The rule of tokenizer/stream_decoder.py for ByteTokenizer: whole characters only, errors as U+FFFD."""
+
+    tail: bytes = b""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        data = self.tail + bytes(t for t in token_ids if t < 256)
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        text = decoder.decode(data)
+        self.tail = decoder.getstate()[0]
+        return text
+
+    def finish(self) -> str:
+        text = self.tail.decode("utf-8", errors="replace")
+        self.tail = b""
+        return text
