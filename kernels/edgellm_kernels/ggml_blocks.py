@@ -1,7 +1,7 @@
 """Torch decoders of the GGUF block types, and the Q8_0 encoder that further types are held with.
 
-Every decoder does the reference's float operations in the reference's order (gguf/quants.py, ggml-quants.c), so its
-f32 results have the same bits. The byte maps are those of weights.BlockLayout.
+Every decoder does the reference's float operations in the reference's order (gguf/quants.py, ggml-quants.c),
+so its f32 results have the same bits. The byte maps are those of weights.BlockLayout.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from edgellm_kernels.ggml_types import GGML_TYPES_BY_NAME
 from edgellm_kernels.weights import BlockLayout
 
 _CHUNK_ELEMENTS = 1 << 22
-"""Weights decoded at a time: bounds the scratch memory (a few bytes per weight) whatever the tensor's size."""
+"""Weights decoded at a time: bounds the scratch memory (a few bytes per weight) whatever the tensor's
+size."""
 
 
 def block_elements(layout: BlockLayout) -> int:
@@ -33,13 +34,14 @@ def _f16(blocks: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def _nibbles(packed: torch.Tensor, span: int) -> torch.Tensor:
-    """[blocks, bytes] -> [blocks, 2 * bytes] uint8: low nibbles of ``span`` bytes, then their high nibbles, and so on."""
+    """uint8 [blocks, n] -> [blocks, 2n]: low nibbles of ``span`` bytes, then their high nibbles, and so
+    on."""
     grouped = packed.reshape(packed.shape[0], -1, 1, span)
     return torch.cat((grouped & 0x0F, grouped >> 4), dim=2).flatten(1)
 
 
 def _bit_fields(packed: torch.Tensor, span: int, width: int) -> torch.Tensor:
-    """[blocks, bytes] -> [blocks, (8 / width) * bytes] uint8: for every ``span`` bytes field 0 of each, then field 1 .."""
+    """uint8 [blocks, n] -> [blocks, 8n / width]: of every ``span`` bytes field 0 of each, then field 1 ..."""
     shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device).view(1, 1, -1, 1)
     grouped = packed.reshape(packed.shape[0], -1, 1, span)
     return ((grouped >> shifts) & ((1 << width) - 1)).flatten(1)
@@ -98,7 +100,8 @@ def _q3_k(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _k_scales_and_minima(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """d * scale and dmin * min of Q4_K and Q5_K, each f32 [blocks, 8], from d, dmin and the 12 bytes after them."""
+    """d * scale and dmin * min of Q4_K and Q5_K, each f32 [blocks, 8]: bytes 0..1 d, 2..3 dmin, 4..15
+    packed."""
     first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat((first & 0x3F, (third & 0x0F) | ((first >> 2) & 0x30)), dim=1)
     minima = torch.cat((second & 0x3F, (third >> 4) | ((second >> 2) & 0x30)), dim=1)
@@ -150,7 +153,8 @@ def _check_rows(data: torch.Tensor, layout: BlockLayout, in_features: int) -> No
 def dequantize(data: torch.Tensor, layout: BlockLayout, in_features: int) -> torch.Tensor:
     """Decode block-quantized rows: uint8 [N, row bytes] -> f32 [N, in_features], on the device of ``data``.
 
-    Bit for bit what gguf.quants.dequantize gives. Scratch memory is bounded. ValueError if the shapes disagree.
+    Bit for bit what gguf.quants.dequantize gives. Scratch memory is bounded. ValueError if the shapes
+    disagree.
     """
     _check_rows(data, layout, in_features)
     rows = data.shape[0]
@@ -173,8 +177,9 @@ def dequantize_rows(
 def encode_q8_0(weights: torch.Tensor, peaks: Sequence[int] = (127,)) -> torch.Tensor:
     """Encode f32 [N, K] as Q8_0: uint8 [N, K / 32 * 34], K a multiple of 32.
 
-    The largest magnitude of each block gets one of the codes ``peaks``, whichever leaves the least squared error: a
-    source whose values lie on a coarse integer grid is then held without loss. ValueError if a scale exceeds f16.
+    The largest magnitude of each block gets one of the codes ``peaks``, whichever leaves the least squared
+    error: a source whose values lie on a coarse integer grid is then held without loss. ValueError if a scale
+    exceeds f16.
     """
     rows, in_features = weights.shape
     blocks = weights.reshape(-1, 32)

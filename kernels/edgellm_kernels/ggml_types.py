@@ -35,7 +35,9 @@ class GGMLType:
         """Bytes of a row of ``elements`` weights. ValueError if it is not a whole number of blocks."""
         blocks, rest = divmod(elements, self.block_elements)
         if rest:
-            raise ValueError(f"{elements} is not a multiple of the {self.name} block of {self.block_elements}")
+            raise ValueError(
+                f"{elements} is not a multiple of the {self.name} block of {self.block_elements}"
+            )
         return blocks * self.block_bytes
 
 

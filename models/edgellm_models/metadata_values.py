@@ -1,6 +1,7 @@
 """Typed access to a model's metadata (GGUF keys or config.json): one place that checks type and range by key.
 
-Integer widths are accepted by value, an impossible type is an error that names the key and what was found. No torch.
+Integer widths are accepted by value, an impossible type is an error that names the key and what was found. No
+torch.
 """
 
 from __future__ import annotations
@@ -106,9 +107,11 @@ def metadata_int(
     minimum: int | None = None,
     maximum: int | None = None,
 ) -> object:
-    """An integer of any width, ``minimum <= value <= maximum``; ``default`` (unchecked) where the key is absent.
+    """An integer of any width, ``minimum <= value <= maximum``; ``default`` (unchecked) where the key is
+    absent.
 
-    Raises BadInputError for an absent required key, another type (booleans and floats included), or out of range.
+    Raises BadInputError for an absent required key, another type (booleans and floats included), or out of
+    range.
     """
     found, value = _lookup(metadata, key, default, "an integer")
     return _as_int(key, value, minimum, maximum, "an integer") if found else value

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
-from edgellm_kernels.weights import BlockQuantWeight, DenseWeight
+from typing import TYPE_CHECKING, Any, Protocol
 
 from edgellm_models.errors import Notice
+
+if TYPE_CHECKING:  # a header can be read, and `show` answered, without loading torch
+    import torch
+
+    from edgellm_kernels.weights import BlockQuantWeight, DenseWeight
 
 
 @dataclass(frozen=True)
