@@ -125,6 +125,8 @@ class GenerationRequest:
     arrival_time: float = 0.0
     """Monotonic seconds."""
     task: Task = Task.GENERATE
+    continues_text: bool = False
+    """Raw completion: the answer goes on where the prompt's text ends, so that its first space is a real one."""
 
 
 # --- what comes back ---------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ class Engine:
         *,
         context_length: int,
         vocab_size: int,
-        make_decoder: Callable[[], TextDecoder],
+        make_decoder: Callable[[GenerationRequest], TextDecoder],
         prefill_chunk: int = PREFILL_CHUNK,
         recorder: StatsRecorder | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -129,7 +129,11 @@ class Engine:
         asked = request.sampling.max_new_tokens
         limit = room if asked is None else min(asked, room)
         answer = Answer(
-            self._make_decoder(), request.sampling, self._tokenizer.eos_ids, limit, self._tokenizer.vocab_size
+            self._make_decoder(request),
+            request.sampling,
+            self._tokenizer.eos_ids,
+            limit,
+            self._tokenizer.vocab_size,
         )
         sample = Sample(
             sequence_id=self._next_sequence_id,

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from edgellm.contracts import FinishReason, SamplingParams
 from edgellm.engine.answer import Answer
 from edgellm.engine.stop_strings import StopStrings
-from tests.support.fake_engine import END_ID, ByteStreamDecoder
+from edgellm_models.tokenizer.stream_decoder import StreamDecoder
+from tests.support.fake_engine import END_ID, ByteTokenizer
 
 ENDS = frozenset({END_ID})
 
@@ -60,7 +61,7 @@ def test_the_string_that_is_complete_first_wins() -> None:
 
 
 def answer(sampling: SamplingParams, limit: int = 100) -> Answer:
-    return Answer(ByteStreamDecoder(), sampling, ENDS, limit, 258)
+    return Answer(StreamDecoder(ByteTokenizer()), sampling, ENDS, limit, 258)
 
 
 def run(

@@ -4,7 +4,6 @@ bytes.
 
 from __future__ import annotations
 
-import codecs
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -39,6 +38,7 @@ class ByteTokenizer:
     unk_id: int | None = None
     add_bos = False
     add_eos = False
+    strips_leading_space = False
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         return ([257] if add_special and self.add_bos else []) + list(text.encode())
@@ -204,22 +204,3 @@ class FakeEngine:
             seed=request.sampling.seed if request.sampling.seed is not None else 1,
             error=error,
         )
-
-
-@dataclass
-class ByteStreamDecoder:
-    """The rule of tokenizer/stream_decoder.py for ByteTokenizer: whole characters only, errors as U+FFFD."""
-
-    tail: bytes = b""
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        data = self.tail + bytes(t for t in token_ids if t < 256)
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        text = decoder.decode(data)
-        self.tail = decoder.getstate()[0]
-        return text
-
-    def finish(self) -> str:
-        text = self.tail.decode("utf-8", errors="replace")
-        self.tail = b""
-        return text
