@@ -15,9 +15,9 @@ from edgellm.cache.block_pool import BlockPool, BlockTable, blocks_for
 from edgellm.contracts import FinishReason, GenerationRequest, SamplingParams, Task, TokenEvent
 from edgellm.engine.engine import Engine
 from edgellm_models.errors import BadInputError, EngineError
+from edgellm_models.tokenizer.stream_decoder import StreamDecoder
 from tests.support.fake_engine import (
     END_ID,
-    ByteStreamDecoder,
     ByteTokenizer,
     FakeAnswer,
     FakeEngine,
@@ -55,7 +55,7 @@ def make(
         pools,
         context_length=context,
         vocab_size=258,
-        make_decoder=ByteStreamDecoder,
+        make_decoder=lambda request: StreamDecoder(ByteTokenizer()),
         prefill_chunk=chunk,
         clock=clock or Clock(),
     )
