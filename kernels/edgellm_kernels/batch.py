@@ -1,4 +1,4 @@
-"""The tensors of one forward pass: which tokens run, where their KV goes and which KV each may see. No policy."""
+"""The tensors of one forward pass, without policy: which tokens run, where KV goes, which KV each sees."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 class GroupTables:
     """Where one LayerGroup's KV lies for every sequence of a batch.
 
-    Windows, kept sinks and evicted blocks are facts of the table: a block that is not in it is not read, so the cost
-    of attention falls with the number of live blocks.
+    Windows, kept sinks and evicted blocks are facts of the table: a block that is not in it is not read, so
+    the cost of attention falls with the number of live blocks.
     """
 
     block_table: torch.Tensor
@@ -43,6 +43,10 @@ class ForwardBatch:
     """Largest number of keys of one sequence, as a (bucketed) host integer."""
     groups: tuple[GroupTables, ...]
     """One per LayerGroup, in the order of the spec's groups."""
+    rope_lengths: torch.Tensor | None = None
+    """[sequences] int64: the length by which dynamic and longrope scaling choose their angles; other scalings
+    ignore it. None takes the keys that exist after this pass. A prompt that runs in chunks passes its whole
+    length with each, so that the cut changes nothing."""
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
 
 
 class BlockLayout(enum.Enum):
-    """Row-major block formats as they lie in a GGUF file. Blocks run along K (in_features); fields are little endian.
+    """Row-major block formats as in a GGUF file. Blocks run along K (in_features); fields are little endian.
 
-    The byte order within a block is the contract between toolkit, readers and kernels. In every 4-bit type the low
-    nibble of byte j is element j and the high nibble element j + half of the span that the bytes cover.
+    The byte order within a block is the contract between toolkit, readers and kernels. In every 4-bit type
+    the low nibble of byte j is element j and the high nibble element j + half of the span that the bytes
+    cover.
     """
 
     Q4_0 = "Q4_0"
@@ -27,13 +29,20 @@ class BlockLayout(enum.Enum):
     Q8_0 = "Q8_0"
     """34 bytes, 32 weights: f16 d; 32 int8. w = d q"""
     Q2_K = "Q2_K"
-    """84 bytes, 256 weights: 16 bytes scale (low nibble) and min (high); 64 bytes of bit pairs; f16 d, f16 dmin."""
+    """84 bytes, 256 weights: 16 bytes scale (low nibble) and min (high); 64 bytes of bit pairs; f16 d, f16
+    dmin.
+    """
     Q3_K = "Q3_K"
-    """110 bytes, 256 weights: 32 bytes of high bits; 64 bytes of bit pairs; 12 bytes of 6-bit scales; f16 d."""
+    """110 bytes, 256 weights: 32 bytes of high bits; 64 bytes of bit pairs; 12 bytes of 6-bit scales; f16 d.
+    """
     Q4_K = "Q4_K"
-    """144 bytes, 256 weights: f16 d, f16 dmin; 12 bytes of 6-bit scales and mins; 128 nibble bytes (64-weight spans)."""
+    """144 bytes, 256 weights: f16 d, f16 dmin; 12 bytes of 6-bit scales and mins; 128 nibble bytes (64-weight
+    spans).
+    """
     Q5_K = "Q5_K"
-    """176 bytes, 256 weights: f16 d, f16 dmin; 12 bytes of scales and mins; 32 bytes of fifth bits; 128 nibble bytes."""
+    """176 bytes, 256 weights: f16 d, f16 dmin; 12 bytes of scales and mins; 32 bytes of fifth bits; 128
+    nibble bytes.
+    """
     Q6_K = "Q6_K"
     """210 bytes, 256 weights: 128 bytes of low nibbles; 64 bytes of high bit pairs; 16 int8 scales; f16 d."""
 
@@ -95,4 +104,86 @@ class StackedWeight:
 
 
 LinearWeight: TypeAlias = DenseWeight | BlockQuantWeight | StackedWeight
-"""Int4Weight and Int8Weight (GPTQ, AWQ) join this union with their readers; ExpertWeights is a reserved name."""
+"""Int4Weight and Int8Weight (GPTQ, AWQ) join this union with their readers; ExpertWeights is a reserved name.
+"""
+
+
+def dense_bytes(weight: LinearWeight, dtype: torch.dtype = torch.float32) -> int:
+    """Bytes that ``prepare(weight, hold="dense")`` takes, before anything is allocated."""
+    rows, columns = weight.shape
+    return rows * columns * dtype.itemsize + rows * 4
+
+
+def _float_data(
+    part: DenseWeight | BlockQuantWeight, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """[N, K] in ``dtype``; the very tensor of the file (no copy) where it has that type already."""
+    from edgellm_kernels.ggml_blocks import dequantize
+
+    if isinstance(part, DenseWeight):
+        return part.data.to(device=device, dtype=dtype)
+    return dequantize(part.data.to(device), part.layout, part.in_features).to(dtype)
+
+
+def _move(part: DenseWeight | BlockQuantWeight, device: torch.device) -> DenseWeight | BlockQuantWeight:
+    bias = None if part.bias is None else part.bias.to(device=device, dtype=torch.float32)
+    return replace(part, data=part.data.to(device), bias=bias)
+
+
+def _join_dense(
+    parts: Sequence[DenseWeight | BlockQuantWeight], dtype: torch.dtype, device: torch.device
+) -> DenseWeight:
+    """The parts' rows one after another, converted part by part: scratch memory is one part's, not all
+    parts'.
+    """
+    rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
+    data = torch.empty((rows, columns), dtype=dtype, device=device)
+    bias = None
+    if any(part.bias is not None for part in parts):
+        bias = torch.zeros(rows, dtype=torch.float32, device=device)
+    start = 0
+    for part in parts:
+        end = start + part.shape[0]
+        data[start:end] = _float_data(part, dtype, device)
+        if bias is not None and part.bias is not None:
+            bias[start:end] = part.bias
+        start = end
+    return DenseWeight(data, bias)
+
+
+def prepare(
+    weight: LinearWeight,
+    device: torch.device | str = "cpu",
+    op: str = "linear",
+    hold: str = "dense",
+    dtype: torch.dtype = torch.float32,
+) -> LinearWeight:
+    """Bring a weight from the form of its file into the form in which ``op`` uses it.
+
+    Args:
+        op: linear, gate_up, lm_head or embed. An embedding table stays as it is: only looked-up rows are
+        decoded. hold: ``dense`` decodes to ``dtype`` once and joins stacked parts into one matrix. ``blocks``
+        keeps the file's
+            bytes (on the CPU they stay in the mapped file) and the op decodes them at every call; parts are
+            then left apart, since joining would copy the file into memory for no gain.
+        dtype: what the torch ops compute in.
+
+    Decoding a prepared weight gives the same f32 bits as decoding the file. Raises ValueError for parts that
+    do not fit each other, or an unknown ``op`` or ``hold``.
+    """
+    device = torch.device(device)
+    if op not in ("linear", "gate_up", "lm_head", "embed"):
+        raise ValueError(f"no op {op!r} takes a weight")
+    if hold not in ("dense", "blocks"):
+        raise ValueError(f"hold must be dense or blocks, not {hold!r}")
+    if isinstance(weight, StackedWeight):
+        widths = {part.shape[1] for part in weight.parts}
+        if len(widths) != 1:
+            raise ValueError(f"stacked weights must share in_features, not {sorted(widths)}")
+        if hold == "blocks":
+            return StackedWeight(tuple(_move(part, device) for part in weight.parts))
+        return _join_dense(weight.parts, dtype, device)
+    if op == "embed" or hold == "blocks":
+        return _move(weight, device)
+    bias = None if weight.bias is None else weight.bias.to(device=device, dtype=torch.float32)
+    return DenseWeight(_float_data(weight, dtype, device), bias)

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
+
+
+class TensorShape(Protocol):
+    """The part of a reader's TensorInfo that a spec needs."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """One rotary embedding. Angles pair element i with i + dims/2 (the half-split convention) everywhere here."""
+    """One rotary embedding. Angles pair element i with i + dims/2 (the half-split convention)."""
 
     base: float
     dims: int
@@ -31,6 +39,14 @@ class RopeSpec:
     """longrope: divisors of the inverse frequencies below and above original_context."""
     freq_divisors: tuple[float, ...] = ()
     """Divisors per frequency as a GGUF's rope_freqs.weight states them (llama3 scaling, precomputed)."""
+
+    @property
+    def switch_length(self) -> int | None:
+        """Sequences longer than this turn by other angles than shorter ones; None where length is no matter.
+
+        K that was stored while a sequence was shorter is then of no use: see ModelSpec.rope_switch_length.
+        """
+        return self.original_context if self.scaling in ("dynamic", "longrope") else None
 
 
 @dataclass(frozen=True)
@@ -84,6 +100,20 @@ class ModelSpec:
     """Added to every stored norm gain at load (Hugging Face Gemma stores gain - 1)."""
     permuted_qk: bool = False
     """The file stores q and k rows in interleaved rotary order (GGUF llama); undone at load."""
+    required_biases: tuple[str, ...] = ()
+    """Linears (attn_q, ffn_up ...) whose bias must be in the file; any other that is there is used too."""
+
+    @property
+    def rope_switch_length(self) -> int | None:
+        """Where dynamic or longrope scaling changes all angles: the least over the ropes, None for others.
+
+        A sequence that grows past it (its prompt alone, or while it is generated) must be computed again from
+        its first token with the longer length in ``ForwardBatch.rope_lengths``; Transformers drops Phi-3's
+        cache likewise.
+        """
+        return min(
+            (rope.switch_length for rope in self.ropes if rope.switch_length is not None), default=None
+        )
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:

@@ -1,0 +1,164 @@
+"""The tensor operations of a decoder at fused granularity: the only module of this package that others call.
+
+``load_kernels`` chooses an implementation per op once, when a model is loaded. The protocols here are the
+contract that every backend meets; each op has a torch reference (``*_torch.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from edgellm_kernels.batch import ForwardBatch, GroupTables, KVStorage
+from edgellm_kernels.operands import HeadShape, Prepared
+from edgellm_kernels.registry import OPS, KernelUnavailableError, choose, explain
+from edgellm_kernels.weights import BlockQuantWeight, DenseWeight, LinearWeight
+
+__all__ = [
+    "HeadShape",
+    "KernelUnavailableError",
+    "Kernels",
+    "Prepared",
+    "explain",
+    "load_kernels",
+]
+
+
+class Embed(Protocol):
+    def __call__(
+        self, token_ids: torch.Tensor, weight: DenseWeight | BlockQuantWeight, scale: float = 1.0
+    ) -> torch.Tensor:
+        """Rows of the embedding table times ``scale``: int64 [tokens] -> f32 [tokens, hidden]."""
+        ...
+
+
+class AddRmsNorm(Protocol):
+    def __call__(
+        self,
+        x: torch.Tensor | None,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        post_norm: torch.Tensor | None = None,
+    ) -> tuple[Prepared, torch.Tensor]:
+        """Add a sub-layer's output to the residual stream and norm the sum for the next sub-layer.
+
+        x: f32 [tokens, hidden], or None where there is nothing to add yet. residual: f32 [tokens, hidden].
+        ``post_norm`` is a gain with which x itself is normed before it is added (Gemma). Returns
+        (rms_norm(residual') * weight, residual') with residual' = residual + x, in f32: the stream may pass
+        65504.
+        """
+        ...
+
+
+class Linear(Protocol):
+    def __call__(self, x: Prepared, weight: LinearWeight, add: torch.Tensor | None = None) -> torch.Tensor:
+        """x @ weight.T + bias (+ add): [tokens, K] -> f32 [tokens, N]."""
+        ...
+
+
+class GateUp(Protocol):
+    def __call__(self, x: Prepared, weight: LinearWeight, activation: str) -> Prepared:
+        """activation(gate) * up, where the first half of the weight's rows is gate and the second up.
+
+        [tokens, K] -> [tokens, N / 2]. activation: silu or gelu_tanh.
+        """
+        ...
+
+
+class QkNormRopeStore(Protocol):
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        shape: HeadShape,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        kv: KVStorage,
+        layer: int,
+        slot_mapping: torch.Tensor,
+    ) -> torch.Tensor:
+        """Split fused rows [tokens, qkv_width], norm q and k heads (where gains [k_dim] are given), rotate.
+
+        cos and sin: f32 [tokens, pairs]; element i of a head turns with element i + pairs, those from 2 *
+        pairs on stay. K and V go to ``slot_mapping`` (a slot of -1 is written nowhere) in ``kv``'s type;
+        ``layer`` counts within the group. Returns the rotated q, f32 [tokens, heads, k_dim].
+        """
+        ...
+
+
+class PlanAttention(Protocol):
+    def __call__(self, batch: ForwardBatch, tables: GroupTables, block_size: int) -> Any:
+        """What the attention of all layers of a group shares in one forward pass; opaque, may be None."""
+        ...
+
+
+class PagedAttention(Protocol):
+    def __call__(
+        self,
+        q: torch.Tensor,
+        kv: KVStorage,
+        layer: int,
+        tables: GroupTables,
+        batch: ForwardBatch,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        plan: Any = None,
+    ) -> Prepared:
+        """softmax(softcap(q k^T * scale)) v over the stored keys a query may see: [tokens, heads * v_dim].
+
+        A query at position p sees the keys of its sequence at positions p - window + 1 .. p that lie in live
+        blocks, those of its own prefill chunk included: they too are read from ``kv``. A query that sees none
+        gives zeros, and so do rows behind the last sequence. Cost follows the live blocks; scratch does not
+        grow with queries * keys. ``plan`` is what plan_attention gave for these tables; None makes one.
+        """
+        ...
+
+
+class LmHead(Protocol):
+    def __call__(self, x: Prepared, weight: LinearWeight, softcap: float | None = None) -> torch.Tensor:
+        """Logits f32 [rows, vocab], soft-capped where the family does that."""
+        ...
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """One implementation per op, chosen at load and handed to the decoder."""
+
+    device: torch.device
+    dtype: torch.dtype
+    """What linears compute in; norms, rope and attention compute in f32."""
+    chosen: Mapping[str, str]
+    """Op -> backend."""
+    embed: Embed
+    add_rms_norm: AddRmsNorm
+    linear: Linear
+    gate_up: GateUp
+    qk_norm_rope_store: QkNormRopeStore
+    plan_attention: PlanAttention
+    paged_attention: PagedAttention
+    lm_head: LmHead
+
+
+def load_kernels(
+    device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, preferred: str = "auto"
+) -> Kernels:
+    """Choose every op's implementation for a device and compute type.
+
+    ``preferred``: auto, torch, triton or native. Raises KernelUnavailableError, naming the op and what there
+    is.
+    """
+    chosen = {op: choose(op, device, dtype, preferred) for op in OPS}
+    functions = {op: implementation.load() for op, implementation in chosen.items()}
+    for op in ("add_rms_norm", "paged_attention"):
+        if chosen[op].backend == "torch":
+            functions[op] = partial(functions[op], dtype=dtype)
+    backends = {op: implementation.backend for op, implementation in chosen.items()}
+    return Kernels(device=torch.device(device), dtype=dtype, chosen=backends, **functions)

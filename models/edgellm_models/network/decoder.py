@@ -1,0 +1,129 @@
+"""The one decoder of all families: they differ by flags of the spec and by which weights are there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from edgellm_kernels.batch import ForwardBatch, KVStorage
+from edgellm_kernels.ops import Kernels
+from edgellm_kernels.weights import BlockQuantWeight, DenseWeight, LinearWeight
+from edgellm_models.errors import Notice
+from edgellm_models.network.layers import GroupState, LayerWeights, attention, feed_forward
+from edgellm_models.network.rope import Rope
+from edgellm_models.network.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class DecoderWeights:
+    """All weights of a model, ready for the kernels."""
+
+    embedding: DenseWeight | BlockQuantWeight
+    """[vocab, hidden]"""
+    layers: tuple[LayerWeights, ...]
+    output_norm: torch.Tensor
+    head: LinearWeight
+    """[vocab, hidden]; shares the embedding's memory where they are tied."""
+
+
+class Decoder:
+    """Runs batches of tokens against paged KV storage. Holds no state between calls.
+
+    Attributes:
+        spec: the model's shape.
+        weight_bytes: memory of the weights as they are held, a tied head counted once.
+        notices: what was changed or chosen while loading.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, weights: DecoderWeights, kernels: Kernels, notices: Sequence[Notice] = ()
+    ) -> None:
+        self.spec = spec
+        self.weights = weights
+        self.kernels = kernels
+        self.notices = tuple(notices)
+        self.weight_bytes = _weight_bytes(weights)
+        self._ropes = tuple(Rope(rope, kernels.device) for rope in spec.ropes)
+        # layer -> (its KV group, its index within the group)
+        self._places = {
+            layer: (group, index)
+            for group, members in enumerate(spec.kv_groups)
+            for index, layer in enumerate(members.layers)
+        }
+
+    def forward(self, batch: ForwardBatch, kv: Sequence[KVStorage]) -> torch.Tensor:
+        """Logits f32 [len(batch.logit_rows), vocab]; K and V of every token are written into ``kv``.
+
+        ``kv`` and ``batch.groups`` follow ``spec.kv_groups``. The result for a token depends on its
+        sequence's stored KV only: on no other sequence, block id or chunk border (up to f32 rounding with the
+        torch kernels).
+        """
+        if not len(kv) == len(batch.groups) == len(self.spec.kv_groups):
+            raise ValueError(
+                f"{len(self.spec.kv_groups)} KV groups need as many storages and tables, "
+                f"not {len(kv)} and {len(batch.groups)}"
+            )
+        with torch.no_grad():
+            return self._forward(batch, kv)
+
+    def _forward(self, batch: ForwardBatch, kv: Sequence[KVStorage]) -> torch.Tensor:
+        spec, kernels = self.spec, self.kernels
+        groups = tuple(
+            GroupState(
+                tables, storage, members.window, kernels.plan_attention(batch, tables, storage.block_size)
+            )
+            for tables, storage, members in zip(batch.groups, kv, spec.kv_groups, strict=True)
+        )
+        counts = batch.query_starts.diff().long()
+        lengths = batch.groups[0].key_lengths if batch.rope_lengths is None else batch.rope_lengths
+        angles = tuple(rope.cos_sin(batch.positions, lengths, counts) for rope in self._ropes)
+
+        residual = kernels.embed(batch.token_ids, self.weights.embedding, spec.embedding_scale)
+        x: torch.Tensor | None = None  # the last sub-layer's output, not yet added
+        post_norm: torch.Tensor | None = None
+        for index, layer in enumerate(self.weights.layers):
+            group, index_in_group = self._places[index]
+            prepared, residual = kernels.add_rms_norm(x, residual, layer.attn_norm, spec.rms_eps, post_norm)
+            x = attention(
+                prepared,
+                layer,
+                spec,
+                kernels,
+                batch,
+                groups[group],
+                index_in_group,
+                angles[spec.layers[index].rope],
+            )
+            prepared, residual = kernels.add_rms_norm(
+                x, residual, layer.ffn_norm, spec.rms_eps, layer.post_attention_norm
+            )
+            x = feed_forward(prepared, layer, spec, kernels)
+            post_norm = layer.post_ffn_norm
+        assert x is not None
+        rows = batch.logit_rows
+        prepared, _ = kernels.add_rms_norm(
+            x[rows], residual[rows], self.weights.output_norm, spec.rms_eps, post_norm
+        )
+        return kernels.lm_head(prepared, self.weights.head, spec.final_softcap)
+
+
+def _weight_bytes(weights: DecoderWeights) -> int:
+    total = weights.embedding.nbytes + weights.output_norm.nbytes
+    shared = isinstance(weights.head, DenseWeight | BlockQuantWeight) and (
+        weights.head.data.data_ptr() == weights.embedding.data.data_ptr()
+    )
+    total += 0 if shared else weights.head.nbytes
+    for layer in weights.layers:
+        total += sum(w.nbytes for w in (layer.qkv, layer.attn_output, layer.gate_up, layer.down))
+        gains = (
+            layer.attn_norm,
+            layer.ffn_norm,
+            layer.q_norm,
+            layer.k_norm,
+            layer.post_attention_norm,
+            layer.post_ffn_norm,
+        )
+        total += sum(gain.nbytes for gain in gains if gain is not None)
+    return total

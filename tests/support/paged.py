@@ -1,0 +1,124 @@
+"""A minimal paged cache for tests of the decoder: scattered block ids, dead window blocks taken away."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+
+from edgellm_kernels.batch import ForwardBatch, GroupTables, KVStorage
+from edgellm_models.network.decoder import Decoder
+
+
+class PagedRun:
+    """Runs sequences through a decoder in any cut; returns the logits of every token."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        num_blocks: int = 256,
+        block_size: int = 4,
+        dtype: torch.dtype = torch.float32,
+        scattered: bool = True,
+        free_dead: bool = True,
+        seed: int = 0,
+    ) -> None:
+        spec = decoder.spec
+        self.decoder = decoder
+        self.block_size = block_size
+        self.free_dead = free_dead
+        self.windows = [group.window for group in spec.kv_groups]
+        self.free: list[list[int]] = []
+        self.storages: list[KVStorage] = []
+        for group in spec.kv_groups:
+            shape = (len(group.layers), num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+            # NaN where nothing was stored: reading such a slot shows.
+            keys, values = (torch.full(shape, float("nan"), dtype=dtype) for _ in range(2))
+            self.storages.append(KVStorage(keys, values))
+            ids = list(range(num_blocks))
+            if scattered:
+                random.Random(seed).shuffle(ids)
+            else:
+                ids.reverse()
+            self.free.append(ids)
+        self.lengths: dict[str, int] = {}
+        self.tables: dict[str, list[dict[int, int]]] = {}
+        """Per sequence and group: block index -> block id."""
+
+    def step(
+        self, chunks: Sequence[tuple[str, Sequence[int]]], *, rope_lengths: Sequence[int] | None = None
+    ) -> list[torch.Tensor]:
+        """Append tokens to named sequences, all in one batch; logits [tokens, vocab] of each chunk."""
+        for name, _ in chunks:
+            self.lengths.setdefault(name, 0)
+            self.tables.setdefault(name, [{} for _ in self.windows])
+        positions: list[int] = []
+        starts = [0]
+        for name, ids in chunks:
+            positions += range(self.lengths[name], self.lengths[name] + len(ids))
+            starts.append(len(positions))
+        groups = tuple(self._group(g, chunks) for g in range(len(self.windows)))
+        batch = ForwardBatch(
+            token_ids=torch.tensor([token for _, ids in chunks for token in ids], dtype=torch.int64),
+            positions=torch.tensor(positions, dtype=torch.int64),
+            query_starts=torch.tensor(starts, dtype=torch.int32),
+            logit_rows=torch.arange(len(positions)),
+            max_query=max(len(ids) for _, ids in chunks),
+            max_key=max(self.lengths[name] + len(ids) for name, ids in chunks),
+            groups=groups,
+            rope_lengths=None if rope_lengths is None else torch.tensor(rope_lengths),
+        )
+        logits = self.decoder.forward(batch, self.storages)
+        for name, ids in chunks:
+            self.lengths[name] += len(ids)
+        return list(logits.split([len(ids) for _, ids in chunks]))
+
+    def _group(self, group: int, chunks: Sequence[tuple[str, Sequence[int]]]) -> GroupTables:
+        window, size = self.windows[group], self.block_size
+        rows, slots, lengths = [], [], []
+        for name, ids in chunks:
+            table, start = self.tables[name][group], self.lengths[name]
+            if window is not None and self.free_dead:
+                for index in [i for i in table if (i + 1) * size <= start - window + 1]:
+                    self.free[group].append(table.pop(index))
+            for position in range(start, start + len(ids)):
+                index = position // size
+                if index not in table:
+                    table[index] = self.free[group].pop()
+                slots.append(table[index] * size + position % size)
+            rows.append(sorted(table.items()))
+            lengths.append(start + len(ids))
+        width = max(len(row) for row in rows)
+        ids_table = [[block for _, block in row] + [-1] * (width - len(row)) for row in rows]
+        starts_table = [[index * size for index, _ in row] + [0] * (width - len(row)) for row in rows]
+        return GroupTables(
+            block_table=torch.tensor(ids_table, dtype=torch.int32).view(len(rows), width),
+            block_positions=torch.tensor(starts_table, dtype=torch.int32).view(len(rows), width),
+            slot_mapping=torch.tensor(slots, dtype=torch.int64),
+            key_lengths=torch.tensor(lengths, dtype=torch.int32),
+        )
+
+
+def run_whole(decoder: Decoder, ids: Sequence[int], **options: int | bool) -> torch.Tensor:
+    """Logits of one prompt in one pass."""
+    return PagedRun(decoder, **options).step([("a", ids)])[0]  # type: ignore[arg-type]
+
+
+def run_chunked(decoder: Decoder, ids: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """The same, cut into chunks of these sizes in turn."""
+    run, out, start, turn = PagedRun(decoder), [], 0, 0
+    while start < len(ids):
+        size = sizes[turn % len(sizes)]
+        part = ids[start : start + size]
+        out += run.step([("a", part)], rope_lengths=[len(ids)])
+        start, turn = start + size, turn + 1
+    return torch.cat(out)
+
+
+def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
+    """Largest difference as a share of the largest logit."""
+    assert ours.shape == reference.shape
+    assert torch.isfinite(ours).all()
+    return float((ours - reference).abs().max() / reference.abs().max())
