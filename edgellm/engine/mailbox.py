@@ -58,10 +58,12 @@ class Mailbox:
             else:
                 self._pending[-1] = merged
             wake, self._wake_sent = not self._wake_sent, True
-        if wake:
+        if self._loop.is_closed():
+            self.reader_gone = True
+        elif wake:
             try:
                 self._loop.call_soon_threadsafe(self._arrived.set)
-            except RuntimeError:
+            except RuntimeError:  # closed between the two
                 self.reader_gone = True
 
     async def get(self) -> TokenEvent | None:
