@@ -94,6 +94,14 @@ class LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, row.summary) for name, row in COMMANDS.items()])
 
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[Any]:
+        from click.shell_completion import CompletionItem
+
+        names = [name for name in COMMANDS if name.startswith(incomplete)]
+        if names:
+            return [CompletionItem(name, help=COMMANDS[name].summary) for name in names]
+        return click.Command.shell_complete(self, ctx, incomplete)
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         # Group.format_options would list the commands, and import each of them for its summary.
         click.Command.format_options(self, ctx, formatter)
@@ -126,13 +134,10 @@ def talk_options() -> list[click.Parameter]:
 
 
 def version() -> str:
-    """The installed version, read without importing anything of ours."""
-    from importlib import metadata
+    """The installed version."""
+    import edgellm
 
-    try:
-        return metadata.version("edgellm")
-    except metadata.PackageNotFoundError:
-        return "0+unknown"
+    return str(edgellm.__version__)
 
 
 def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
@@ -206,4 +211,4 @@ def _complete() -> int:
     """Answers the completion scripts, which call the program with a variable of their own."""
     from edgellm.cli.completion import answer
 
-    return answer(cli)
+    return int(answer(cli))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -44,6 +44,12 @@ SAMPLING_SETTINGS = (
     "stop",
 )
 SHORT = {"model": "-m"}
+
+
+if TYPE_CHECKING:
+    _ParamType = click.ParamType[Any]
+else:
+    _ParamType = click.ParamType  # not generic before Click 8.2
 
 
 class EdgeOption(click.Option):
@@ -85,7 +91,7 @@ class SettingOption(EdgeOption):
         return [CompletionItem(choice) for choice in self.setting.choices if choice.startswith(incomplete)]
 
 
-class _SettingValue(click.ParamType):
+class _SettingValue(_ParamType):
     """Text, integer or number as the setting says; ranges and choices are checked by ``config.resolve``."""
 
     def __init__(self, setting: Setting) -> None:
@@ -101,7 +107,7 @@ class _SettingValue(click.ParamType):
             word = "an integer" if self.setting.kind == "integer" else "a number"
             raise UsageError(f"{self.setting.option} must be {word}, not {value!r}") from None
 
-    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
         if self.setting.choices:
             return "|".join(self.setting.choices)
         return {"integer": "N", "number": "X", "choice": "VALUE"}.get(self.setting.kind, "TEXT")

@@ -13,12 +13,12 @@ from edgellm_models.catalog.catalog import Entry, PipSource, Source
 from edgellm_models.catalog.hub_source import fetch_hub_files
 from edgellm_models.catalog.locking import model_lock
 from edgellm_models.catalog.store import (
-    LOCKS,
     PARTIAL,
     LocalModel,
     StoredFile,
     find_local,
     key_of,
+    lock_path,
     move_into_place,
     write_manifest,
 )
@@ -40,12 +40,11 @@ def pull_model(
 ) -> LocalModel:
     """Fetches a model unless it is here, and returns it.
 
-    Sources are tried in order; a source that fails is a notice when another one follows. Nothing is ever
-    under the final name that is not whole and checked. What was fetched before a failure is kept, and the next call
+    Sources are tried in order; a source that fails is a notice when another follows. Nothing is ever under
+    the final name that is not whole and checked. What was fetched before a failure is kept, and the next call
     goes on with it. Errors: TransferError (74, also for a stall and a wrong checksum), NotFoundError (66),
     PermissionDeniedError (77), OutputError (73: no room, not writable).
     """
-    key = key_of(entry.name)
     told = False
     last: PullProgress | None = None
 
@@ -63,7 +62,7 @@ def pull_model(
         last = event
         on_progress(event)
 
-    with model_lock(models_folder / LOCKS / f"{key}.lock", waiting):
+    with model_lock(lock_path(entry.name, models_folder), waiting):
         local = find_local(entry.name, models_folder)
         if local is None:
             local = _fetch(entry, models_folder, progress, on_notice, cancelled, stall_s)

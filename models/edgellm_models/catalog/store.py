@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from edgellm_models.catalog.catalog import HUB_PREFIX
-from edgellm_models.errors import NotFoundError, OutputError
+from edgellm_models.catalog.locking import model_lock
+from edgellm_models.errors import NotFoundError, OutputError, UnavailableError
 
 MANIFEST = "edgellm-model.json"
 MAX_MANIFEST_BYTES = 1 << 20
@@ -61,6 +62,11 @@ def key_of(name: str) -> str:
     return key if len(key) <= 200 else f"{key[:180]}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
+def lock_path(name: str, models_folder: Path) -> Path:
+    """The lock file of a model; it stays when the model goes, since another process may hold it open."""
+    return models_folder / LOCKS / f"{key_of(name)}.lock"
+
+
 def find_local(name: str, models_folder: Path) -> LocalModel | None:
     """The pulled model of that name, or None; files that are gone or changed in size count as not pulled."""
     model = _read(models_folder / key_of(name))
@@ -104,16 +110,22 @@ def move_into_place(prepared: LocalModel, models_folder: Path) -> LocalModel:
 def remove_local(name: str, models_folder: Path) -> int:
     """Deletes a pulled model and what is left of an unfinished pull; returns the bytes freed.
 
-    NotFoundError when there is neither.
+    NotFoundError when there is neither; UnavailableError while a pull of it is running.
     """
     places = [models_folder / key_of(name), models_folder / PARTIAL / key_of(name)]
     places = [place for place in places if place.is_dir()]
     if not places:
         have = ", ".join(model.name for model in list_local(models_folder))
         raise NotFoundError(f"{name} is not among the pulled models ({have or 'none'})")
-    freed = sum(folder_bytes(place) for place in places)
-    for place in places:
-        _delete(place)
+
+    def busy() -> None:
+        raise UnavailableError(f"a pull of {name} is running; stop it first")
+
+    with model_lock(lock_path(name, models_folder), busy):
+        places = [place for place in places if place.is_dir()]
+        freed = sum(folder_bytes(place) for place in places)
+        for place in places:
+            _delete(place)
     return freed
 
 
