@@ -77,9 +77,6 @@ def _shard_paths(path: Path, opened: Shard, count: int) -> list[Path]:
 
 
 def _check_belong_together(shards: tuple[Shard, ...], count: int) -> None:
-    first = shards[0]
-    total = sum(len(shard.header.tensors) for shard in shards)
-    owner: dict[str, Path] = {}
     for index, shard in enumerate(shards):
         where = f"{shard.file.path}: the shards do not belong to one model"
         own_count = _split_value(shard, "split.count", 1, 0, MAX_SHARDS)
@@ -89,6 +86,11 @@ def _check_belong_together(shards: tuple[Shard, ...], count: int) -> None:
                 f"{where}: by its name this is number {index + 1} of {count}, inside it is number "
                 f"{own_number + 1} of {own_count}"
             )
+    first = shards[0]
+    total = sum(len(shard.header.tensors) for shard in shards)
+    owner: dict[str, Path] = {}
+    for shard in shards:
+        where = f"{shard.file.path}: the shards do not belong to one model"
         declared = _split_value(shard, "split.tensors.count", total, 0, 1 << 31)
         if declared != total:
             raise BadInputError(

@@ -60,6 +60,7 @@ def _open_indexed(folder: Path) -> tuple[WeightFile, ...]:
         if (
             not isinstance(file_name, str)
             or file_name != Path(file_name).name
+            or file_name in ("", "..")
             or "\\" in file_name
             or "\0" in file_name
         ):
