@@ -30,6 +30,7 @@ class _Defaults:
 
     context: int
     eps: float = 1e-6
+    vocab: int | None = None
     hidden: int | None = None
     ffn: int | None = None
     layers: int | None = None
@@ -50,15 +51,33 @@ _DEFAULTS = {
     "qwen2": _Defaults(context=32768, window=4096),
     "qwen3": _Defaults(context=32768, head_dim=128, window=4096),
     "gemma2": _Defaults(
-        context=8192, hidden=2304, ffn=9216, layers=26, heads=8, kv_heads=4, head_dim=256, window=4096,
-        tied=True, attention_softcap=50.0, final_softcap=30.0,
+        context=8192,
+        vocab=256000,
+        hidden=2304,
+        ffn=9216,
+        layers=26,
+        heads=8,
+        kv_heads=4,
+        head_dim=256,
+        window=4096,
+        tied=True,
+        attention_softcap=50.0,
+        final_softcap=30.0,
     ),
     "gemma3": _Defaults(
-        context=131072, hidden=2304, ffn=9216, layers=26, heads=8, kv_heads=4, head_dim=256, window=4096,
+        context=131072,
+        vocab=262208,
+        hidden=2304,
+        ffn=9216,
+        layers=26,
+        heads=8,
+        kv_heads=4,
+        head_dim=256,
+        window=4096,
         tied=True,
     ),
     "phi3": _Defaults(context=4096, eps=1e-5),
-}  # fmt: skip
+}
 _GELU_TANH = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
 
 
@@ -126,7 +145,7 @@ def read_config_spec(config: Mapping[str, Any], tensors: Mapping[str, TensorShap
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         ffn_size=size("intermediate_size", defaults.ffn, limits.MAX_FFN),
-        vocab_size=_vocab_size(config, tensors),
+        vocab_size=_vocab_size(config, defaults, tensors),
         context_length=context,
         rms_eps=metadata_float(config, "rms_norm_eps", defaults.eps, minimum=0.0, maximum=1.0),
         activation=_activation(config, gemma),
@@ -160,16 +179,18 @@ def _head_dim(config: Mapping[str, Any], defaults: _Defaults, hidden: int, heads
     return hidden // heads
 
 
-def _vocab_size(config: Mapping[str, Any], tensors: Mapping[str, TensorShape]) -> int:
+def _vocab_size(config: Mapping[str, Any], defaults: _Defaults, tensors: Mapping[str, TensorShape]) -> int:
     rows = limits.vocab_rows(tensors)
-    stated: int | None = metadata_int(config, "vocab_size", None, minimum=1, maximum=limits.MAX_VOCAB)
-    if rows is not None and stated is not None and rows != stated:
+    if rows is None and defaults.vocab is None:
+        return metadata_int(config, "vocab_size", minimum=1, maximum=limits.MAX_VOCAB)
+    default = rows if rows is not None else defaults.vocab
+    stated: int | None = metadata_int(config, "vocab_size", default, minimum=1, maximum=limits.MAX_VOCAB)
+    assert stated is not None
+    if rows is not None and rows != stated:
         raise BadInputError(
             f"tensor token_embd.weight has {rows} rows, but vocab_size in config.json is {stated}"
         )
-    if rows is None and stated is None:
-        return metadata_int(config, "vocab_size")  # names the missing key
-    return rows if rows is not None else stated  # type: ignore[return-value]
+    return stated
 
 
 def _activation(config: Mapping[str, Any], gemma: bool) -> str:

@@ -63,7 +63,8 @@ def check_spec(spec: ModelSpec) -> ModelSpec:
             raise BadInputError(f"dynamic rope scaling needs at least 4 rotated elements, not {rope.dims}")
         if rope.scaling in ("yarn", "llama3", "longrope", "dynamic") and (rope.original_context or 0) < 2:
             raise BadInputError(
-                f"{rope.scaling} rope scaling needs an original context of at least 2, not {rope.original_context}"
+                f"{rope.scaling} rope scaling needs an original context of 2 or more, not "
+                f"{rope.original_context}"
             )
         if rope.scaling == "yarn" and rope.base <= 1:
             raise BadInputError(f"yarn rope scaling needs a base above 1, not {rope.base}")
