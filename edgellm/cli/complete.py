@@ -1,0 +1,311 @@
+"""``edgellm complete``: the text after a prompt, without a chat template."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from edgellm.cli.main import EdgeCommand
+from edgellm.cli.options import engine_options, json_option, option, sampling_options
+
+if TYPE_CHECKING:
+    from edgellm.cli.runtime import Runtime
+    from edgellm.contracts import GenerationRequest, SamplingParams, TokenEvent, TokenLogprob
+    from edgellm_models.errors import Notice
+
+MAX_STDIN_BYTES = 64 << 20
+DEFAULT_MAX_TOKENS = 256
+
+
+@click.command(
+    "complete",
+    cls=EdgeCommand,
+    examples=(
+        'edgellm complete "The capital of France is"',
+        'edgellm complete gemma3-270m "Once upon a time" --max-tokens 64',
+        "edgellm complete -m smollm2-135m --json < prompt.txt",
+    ),
+)
+@click.argument("words", metavar="[MODEL] PROMPT", nargs=-1)
+@engine_options
+@sampling_options
+@option(
+    "--logit-bias",
+    "logit_biases",
+    metavar="ID=BIAS",
+    multiple=True,
+    help="Add BIAS to the logits of a token.",
+)
+@option(
+    "--logprobs", metavar="N", type=int, default=None, help="Report N alternatives per token, with --json."
+)
+@option("--ignore-eos", is_flag=True, help="Go on behind the model's end tokens.")
+@option("--no-special", is_flag=True, help="Take control strings in the prompt as text and add no BOS.")
+@json_option
+def command(
+    words: tuple[str, ...],
+    logit_biases: tuple[str, ...],
+    logprobs: int | None,
+    ignore_eos: bool,
+    no_special: bool,
+    as_json: bool,
+    **settings: Any,
+) -> int:
+    """Continue a text, without a chat template; only the new text is printed.
+
+    Greedy and at most 256 tokens unless told otherwise. Without PROMPT, piped standard input is the prompt,
+    without its last line feed. One word alone is the PROMPT, unless it names a model and the prompt is piped.
+    """
+    from dataclasses import replace
+
+    from edgellm.cli.model_access import local_model
+    from edgellm.cli.options import resolve_settings
+    from edgellm.cli.output import current_output
+    from edgellm.contracts import SamplingParams
+    from edgellm_models.errors import Notice
+
+    model, prompt = split_words(words, model_named=settings.get("model") is not None)
+    resolved = resolve_settings(settings, model=model)
+    base = SamplingParams(temperature=0.0, max_new_tokens=DEFAULT_MAX_TOKENS)
+    sampling = replace(
+        resolved.sampling_params(base), logit_bias=parse_biases(logit_biases), ignore_eos=ignore_eos
+    )
+    if prompt is None:
+        prompt = read_stdin()
+    output = current_output()
+
+    def show(notice: Notice) -> None:
+        if not as_json:
+            output.notice(notice)
+
+    found, path = local_model(resolved.model, output)
+    from edgellm.cli.runtime import load_runtime
+
+    runtime = load_runtime(resolved, path, found.name, show)
+    try:
+        request = make_request(runtime, prompt, sampling, logprobs, no_special)
+        result = Completion(as_json)
+        run(runtime, request, result)
+        if result.reached_limit and resolved.max_tokens is None:
+            detail = f"the answer was cut at {DEFAULT_MAX_TOKENS} tokens; --max-tokens N allows more"
+            result.notices.append(Notice("max_tokens", detail))
+        for notice in result.notices:
+            show(notice)
+        if as_json:
+            output.json(json_result(runtime, request, result))
+        return result.exit_code()
+    finally:
+        runtime.close()
+
+
+# --- what was asked for ---
+
+
+def split_words(words: tuple[str, ...], *, model_named: bool) -> tuple[str | None, str | None]:
+    """MODEL and PROMPT of the command line; a PROMPT of None comes from standard input."""
+    from edgellm_models.errors import UsageError
+
+    if len(words) > 2 or (len(words) == 2 and model_named):
+        raise UsageError(f"{len(words)} words were given for [MODEL] PROMPT; put the PROMPT in quotes")
+    if len(words) == 2:
+        return words[0], words[1]
+    if len(words) == 1 and (model_named or not names_a_model(words[0])):
+        return None, words[0]
+    if sys.stdin is None or sys.stdin.isatty():
+        named = f" {words[0]}" if words else ""
+        raise UsageError(f'PROMPT is missing: edgellm complete{named} "The capital of France is"')
+    return (words[0] if words else None), None
+
+
+def names_a_model(word: str) -> bool:
+    """Whether a single word is a model rather than a prompt: a catalog name, hf:..., a GGUF file, a model's
+    folder.
+    """
+    from pathlib import Path
+
+    from edgellm_models.catalog import load_catalog
+    from edgellm_models.catalog.catalog import HUB_PREFIX
+
+    if word in load_catalog() or word.startswith(HUB_PREFIX):
+        return True
+    try:
+        path = Path(word).expanduser()
+        return (path.suffix == ".gguf" and path.is_file()) or (path / "config.json").is_file()
+    except (OSError, ValueError, RuntimeError):
+        return False
+
+
+def read_stdin() -> str:
+    """The piped prompt, without its last line feed. BadInputError when it is not UTF-8 or too long."""
+    from edgellm_models.errors import BadInputError
+
+    data = sys.stdin.buffer.read(MAX_STDIN_BYTES + 1)
+    if len(data) > MAX_STDIN_BYTES:
+        raise BadInputError(f"standard input is over {MAX_STDIN_BYTES:,} bytes; that is no prompt")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadInputError(
+            f"standard input is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}"
+        ) from None
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def parse_biases(texts: tuple[str, ...]) -> dict[int, float]:
+    """``ID=BIAS`` options as a mapping. UsageError names the one that is neither."""
+    from edgellm_models.errors import UsageError
+
+    biases = {}
+    for text in texts:
+        token_id, separator, bias = text.partition("=")
+        try:
+            if not separator:
+                raise ValueError
+            biases[int(token_id)] = float(bias)
+        except ValueError:
+            raise UsageError(f"--logit-bias must be ID=BIAS, such as 42=-100, not {text!r}") from None
+    return biases
+
+
+def make_request(
+    runtime: Runtime, prompt: str, sampling: SamplingParams, logprobs: int | None, no_special: bool
+) -> GenerationRequest:
+    """The prompt as ids. An empty one is a lone BOS where the model has one; otherwise the engine refuses
+    it.
+    """
+    from edgellm.contracts import GenerationRequest
+
+    tokenizer = runtime.tokenizer
+    ids = tokenizer.encode(prompt, add_special=not no_special, parse_special=not no_special)
+    if not ids and tokenizer.bos_id is not None and not no_special:
+        ids = [tokenizer.bos_id]
+    return GenerationRequest("complete", tuple(ids), sampling, logprobs=logprobs, continues_text=True)
+
+
+# --- the run ---
+
+
+class Completion:
+    """Collects the events of the one request, and streams its text unless the result is JSON."""
+
+    def __init__(self, as_json: bool) -> None:
+        from edgellm.cli.terminal_text import TerminalText
+
+        self._streams = not as_json
+        self._on_terminal = self._streams and sys.stdout.isatty()
+        self._cleaner = TerminalText()
+        self.text: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.notices: list[Notice] = []
+        self.last: TokenEvent | None = None
+        self.interrupted = False
+
+    def add(self, event: TokenEvent) -> None:
+        self.text.append(event.text)
+        self.token_ids += event.token_ids
+        self.logprobs += event.logprobs
+        if event.notice is not None:
+            self.notices.append(event.notice)
+        if event.finish_reason is not None:
+            self.last = event
+        if self._streams and event.text:
+            self._write(self._cleaner.push(event.text) if self._on_terminal else event.text)
+
+    def end(self) -> None:
+        """Ends the streamed text; on a terminal with the line."""
+        if self._on_terminal:
+            self._write(self._cleaner.finish())
+            if self.text and not "".join(self.text).endswith("\n"):
+                self._write("\n")
+
+    def _write(self, text: str) -> None:
+        try:
+            sys.stdout.write(text)
+        except UnicodeEncodeError:  # a locale without the character: an escape beats a traceback
+            encoding = sys.stdout.encoding or "ascii"
+            sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        sys.stdout.flush()
+
+    @property
+    def reached_limit(self) -> bool:
+        """The token limit cut the answer, and not the context, which has a notice of its own."""
+        from edgellm.contracts import FinishReason
+
+        return self.last is not None and self.last.finish_reason is FinishReason.LENGTH and not self.notices
+
+    def exit_code(self) -> int:
+        from edgellm.cli.errors import INTERRUPTED
+
+        return INTERRUPTED if self.interrupted else 0
+
+
+def run(runtime: Runtime, request: GenerationRequest, result: Completion) -> None:
+    """Runs the request to its end. Ctrl-C cancels it, which keeps the text so far; a second one ends at once.
+
+    EngineError when the engine could not go on.
+    """
+    import asyncio
+    import contextlib
+    import signal
+
+    from edgellm_models.errors import EngineError
+
+    async def main() -> None:
+        engine = runtime.engine
+        loop = asyncio.get_running_loop()
+
+        def interrupt() -> None:
+            if result.interrupted:
+                raise KeyboardInterrupt
+            result.interrupted = True
+            engine.cancel(request.request_id)
+
+        # Not on Windows or outside of the main thread: there KeyboardInterrupt ends the run, the text so far
+        # is out.
+        with contextlib.suppress(NotImplementedError, ValueError, RuntimeError):
+            loop.add_signal_handler(signal.SIGINT, interrupt)
+        stream = engine.submit(request)
+        try:
+            async for event in stream:
+                result.add(event)
+        finally:
+            await stream.aclose()
+            result.end()
+
+    asyncio.run(main())
+    assert result.last is not None
+    if result.last.error is not None:
+        raise EngineError(f"the answer broke off: {result.last.error}")
+
+
+def json_result(runtime: Runtime, request: GenerationRequest, result: Completion) -> dict[str, Any]:
+    """The one object of ``--json``."""
+    last = result.last
+    assert last is not None and last.timings is not None and last.finish_reason is not None
+    timings = last.timings
+    found = {
+        "text": "".join(result.text),
+        "token_ids": result.token_ids,
+        "prompt_token_ids": request.prompt_token_ids,
+        "finish_reason": last.finish_reason,
+        "usage": last.usage,
+        "timings": {
+            "ttft_s": timings.ttft_s,
+            "prefill_tokens_per_s": timings.prefill_tokens_per_s,
+            "decode_tokens_per_s": timings.decode_tokens_per_s,
+            "queued_s": timings.queued_s,
+            "prefill_s": timings.prefill_s,
+            "decode_s": timings.decode_s,
+            "import_s": runtime.times.import_s,
+            "load_s": runtime.times.load_s,
+        },
+        "draft": last.draft,
+        "seed": last.seed,
+        "notices": [*runtime.notices, *result.notices],
+    }
+    if request.logprobs is not None:
+        found["logprobs"] = result.logprobs
+    return found

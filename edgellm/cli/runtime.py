@@ -1,0 +1,233 @@
+"""Puts a loaded model together: checkpoint, tokenizer, decoder, KV cache, runner, engine. The composition
+root.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from edgellm.contracts import ModelInfo
+from edgellm_models.errors import BadInputError, Notice, ResourceError
+
+if TYPE_CHECKING:
+    from edgellm_models.tokenizer.chat_template import ChatTemplates
+
+    from edgellm.client.local_client import LocalClient
+    from edgellm.config import ResolvedConfig
+    from edgellm.engine.async_engine import AsyncEngine
+    from edgellm.engine.engine import Engine
+    from edgellm_models.checkpoint.reader import Checkpoint
+    from edgellm_models.network.spec import ModelSpec
+    from edgellm_models.tokenizer.base import Tokenizer
+
+OnNotice = Callable[[Notice], None]
+
+
+@dataclass(frozen=True)
+class LoadTimes:
+    """Seconds from the command to a model that is ready."""
+
+    import_s: float
+    """Importing torch and what computes."""
+    load_s: float
+    """Reading the files, preparing weights, tokenizer and cache."""
+
+
+@dataclass
+class Runtime:
+    """A loaded model and everything that serves it."""
+
+    info: ModelInfo
+    tokenizer: Tokenizer
+    sampling_defaults: Mapping[str, float | int]
+    """What the model's own generation_config recommends, by field of SamplingParams."""
+    core: Engine
+    times: LoadTimes
+    notices: tuple[Notice, ...]
+    load_templates: Callable[[], ChatTemplates | None]
+    """Reads the model's chat templates; a raw completion never does, so a broken one cannot stop it."""
+    _service: AsyncEngine | None = field(default=None, repr=False)
+
+    @property
+    def engine(self) -> AsyncEngine:
+        """The engine in its thread, started on first use."""
+        if self._service is None:
+            from edgellm.engine.async_engine import AsyncEngine
+
+            self._service = AsyncEngine(self.core)
+        return self._service
+
+    def client(self) -> LocalClient:
+        """A conversation partner over this model's engine."""
+        from edgellm.client.local_client import LocalClient
+
+        templates = self.load_templates()
+        info = replace(self.info, has_chat_template=templates is not None)
+        return LocalClient(self.engine, self.tokenizer, templates, info)
+
+    def close(self) -> None:
+        """Stops the engine thread; what is open is cancelled."""
+        if self._service is not None:
+            self._service.close()
+
+
+def load_runtime(
+    resolved: ResolvedConfig, path: Path, name: str, on_notice: OnNotice | None = None
+) -> Runtime:
+    """Loads a model for the settings given. ``on_notice`` hears what was chosen or changed, as it happens.
+
+    Raises what the readers raise for damaged files, ResourceError when device or memory do not suffice.
+    """
+    begin = time.monotonic()
+    import torch
+
+    from edgellm.cache.kv_storage import BLOCK_SIZE, allocate_storage, kv_bytes, kv_dtype, make_pools
+    from edgellm.engine.engine import PREFILL_CHUNK, Engine
+    from edgellm.engine.stats import StatsRecorder
+    from edgellm.runner.model_runner import ModelRunner
+    from edgellm_models.checkpoint import open_checkpoint
+    from edgellm_models.network.build import build_decoder
+    from edgellm_models.tokenizer import load_chat_templates, load_sampling_defaults, load_tokenizer
+    from edgellm_models.tokenizer.stream_decoder import StreamDecoder
+
+    imported = time.monotonic()
+    notices: list[Notice] = []
+
+    def tell(notice: Notice) -> None:
+        notices.append(notice)
+        if on_notice is not None:
+            on_notice(notice)
+
+    if resolved.threads is not None:
+        torch.set_num_threads(resolved.threads)
+    device = _device(resolved.device)
+    checkpoint = open_checkpoint(path)
+    tokenizer = load_tokenizer(path, checkpoint.file_format, checkpoint.metadata)
+    for notice in getattr(tokenizer, "notices", ()):
+        tell(notice)
+    decoder = build_decoder(checkpoint, device=device, kernels=resolved.kernels)
+    for notice in decoder.notices:
+        tell(notice)
+    spec = decoder.spec
+    dtype = kv_dtype(resolved.kv_dtype)
+    context, notice = choose_context(spec, resolved.ctx, dtype, PREFILL_CHUNK, _free_memory(device))
+    tell(notice)
+    pools = make_pools(spec, context, PREFILL_CHUNK, BLOCK_SIZE)
+    storage = allocate_storage(spec, pools, dtype, device)
+    core = Engine(
+        ModelRunner(decoder, storage, vocab_size=spec.vocab_size, block_size=BLOCK_SIZE, device=device),
+        tokenizer,
+        pools,
+        context_length=context,
+        vocab_size=spec.vocab_size,
+        make_decoder=lambda request: StreamDecoder(tokenizer, continues_text=request.continues_text),
+        recorder=StatsRecorder(
+            weight_bytes=decoder.weight_bytes,
+            kv_bytes=kv_bytes(spec, context, dtype, PREFILL_CHUNK),
+            device=device,
+            kernel_backend="torch",
+        ),
+    )
+    info = describe(checkpoint, spec, name, context)
+    sampling_defaults = load_sampling_defaults(path, checkpoint.file_format, checkpoint.metadata)
+    times = LoadTimes(imported - begin, time.monotonic() - imported)
+    load_templates = partial(load_chat_templates, path, checkpoint.file_format, checkpoint.metadata)
+    return Runtime(info, tokenizer, sampling_defaults, core, times, tuple(notices), load_templates)
+
+
+def choose_context(
+    spec: ModelSpec, asked: int | None, dtype: Any, chunk: int, free_bytes: int | None
+) -> tuple[int, Notice]:
+    """The context in force and the notice that says it.
+
+    Unasked it is the trained one, or what fits in half of the free memory; asked for it is never above the
+    trained one. ResourceError when what was asked for does not fit in the free memory, or nothing does.
+    """
+    from edgellm.cache.kv_storage import kv_bytes, largest_context
+
+    trained = spec.context_length
+    if asked is None:
+        context = trained if free_bytes is None else largest_context(spec, free_bytes // 2, dtype, chunk)
+        if context < 1:
+            assert free_bytes is not None
+            raise ResourceError(
+                f"{free_bytes / 1e6:.0f} MB of free memory leave no room for a KV cache; close other "
+                "programs or take a smaller model"
+            )
+    else:
+        context = min(asked, trained)
+        needed = kv_bytes(spec, context, dtype, chunk)
+        if free_bytes is not None and needed > free_bytes:
+            fitting = largest_context(spec, free_bytes // 2, dtype, chunk)
+            raise ResourceError(
+                f"the KV cache of {context} tokens needs {needed / 1e6:.0f} MB; {free_bytes / 1e6:.0f} MB "
+                f"are free; --ctx {fitting} fits in half of that"
+            )
+    size = f"its KV cache takes up to {kv_bytes(spec, context, dtype, chunk) / 1e6:.0f} MB"
+    if asked is not None and asked > trained:
+        detail = f"the context is {context} tokens, for which the model was trained, not {asked}; {size}"
+        return context, Notice("context_clamped", detail)
+    if asked is None and context < trained:
+        detail = (
+            f"the context is {context} tokens, which fit in half of the free memory, not {trained}; {size}"
+        )
+        return context, Notice("context_clamped", detail)
+    return context, Notice("context", f"the context is {context} tokens (trained: {trained}); {size}")
+
+
+def describe(checkpoint: Checkpoint, spec: ModelSpec, name: str, context: int) -> ModelInfo:
+    """What lists and headers show of a loaded model. The bits are those of all matrices, the type the
+    commonest.
+    """
+    infos = list(checkpoint.tensors().values())
+    matrices = [info for info in infos if len(info.shape) == 2]
+    weights = sum(math.prod(info.shape) for info in matrices)
+    bits = 8 * sum(info.nbytes for info in matrices) / max(1, weights)
+    by_type: Counter[str] = Counter()
+    for info in matrices:
+        by_type[info.type_name] += math.prod(info.shape)
+    commonest = by_type.most_common(1)[0][0] if by_type else "unknown"
+    return ModelInfo(
+        name=name,
+        path=str(checkpoint.path),
+        architecture=checkpoint.architecture,
+        file_format=checkpoint.file_format,
+        quantization=f"{commonest} ({bits:.1f} bits)",
+        parameters=sum(math.prod(info.shape) for info in infos),
+        file_bytes=checkpoint.file_bytes,
+        context_length=context,
+        trained_context=spec.context_length,
+    )
+
+
+def _device(asked: str) -> str:
+    """The torch device of a ``--device``. Here auto is the CPU; ResourceError when there is no such
+    device.
+    """
+    if asked in ("auto", "cpu"):
+        return "cpu"
+    import torch
+
+    if asked == "cuda":
+        if not torch.cuda.is_available():
+            raise ResourceError("--device cuda: torch finds no usable CUDA device here; use --device cpu")
+        return "cuda"
+    raise BadInputError(f"unknown device {asked!r}; choose auto, cpu or cuda")
+
+
+def _free_memory(device: str) -> int | None:
+    """Bytes free for the KV cache; None where the system does not say."""
+    if device == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info()[0])
+    from edgellm_models.network.hold import free_memory_bytes
+
+    return free_memory_bytes()

@@ -1,0 +1,80 @@
+"""Engines over real decoders for tests: one call from a model path to events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgellm.cache.kv_storage import allocate_storage, kv_dtype, make_pools
+from edgellm.contracts import FinishReason, GenerationRequest, SamplingParams, TokenEvent
+from edgellm.engine.engine import Engine
+from edgellm.runner.model_runner import ModelRunner
+from edgellm_models.checkpoint import open_checkpoint
+from edgellm_models.network.build import build_decoder
+from edgellm_models.tokenizer import load_tokenizer
+from edgellm_models.tokenizer.base import Tokenizer
+from edgellm_models.tokenizer.stream_decoder import StreamDecoder
+
+
+@dataclass(frozen=True)
+class LoadedEngine:
+    engine: Engine
+    tokenizer: Tokenizer
+
+
+def load_engine(
+    path: Path, *, context: int | None = None, chunk: int = 512, block_size: int = 16, kv: str = "f32"
+) -> LoadedEngine:
+    """The engine of a model file or folder, with any chunk and block size."""
+    checkpoint = open_checkpoint(path)
+    tokenizer = load_tokenizer(path, checkpoint.file_format, checkpoint.metadata)
+    decoder = build_decoder(checkpoint)
+    spec = decoder.spec
+    length = context or spec.context_length
+    pools = make_pools(spec, length, chunk, block_size)
+    storage = allocate_storage(spec, pools, kv_dtype(kv))
+    engine = Engine(
+        ModelRunner(decoder, storage, vocab_size=spec.vocab_size, block_size=block_size),
+        tokenizer,
+        pools,
+        context_length=length,
+        vocab_size=spec.vocab_size,
+        make_decoder=lambda request: StreamDecoder(tokenizer, continues_text=request.continues_text),
+        prefill_chunk=chunk,
+    )
+    return LoadedEngine(engine, tokenizer)
+
+
+@dataclass(frozen=True)
+class Result:
+    """All events of one sample, joined."""
+
+    token_ids: list[int]
+    text: str
+    reason: FinishReason
+    events: list[TokenEvent]
+
+
+def run_all(engine: Engine, requests: Sequence[GenerationRequest]) -> list[Result]:
+    """Runs requests to their ends; blocks are checked after every step."""
+    for request in requests:
+        engine.submit(request)
+    events: list[TokenEvent] = []
+    while engine.has_work():
+        events += engine.step()
+        engine.check_integrity()
+    results = []
+    for request in requests:
+        own = [e for e in events if e.request_id == request.request_id]
+        reason = own[-1].finish_reason
+        assert reason is not None
+        ids = [t for e in own for t in e.token_ids]
+        results.append(Result(ids, "".join(e.text for e in own), reason, own))
+    return results
+
+
+def run_one(loaded: LoadedEngine, prompt: str | Sequence[int], sampling: SamplingParams) -> Result:
+    """One answer to a text or to ids."""
+    ids = loaded.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    return run_all(loaded.engine, [GenerationRequest("one", tuple(ids), sampling)])[0]
