@@ -257,10 +257,7 @@ def _from_tokenizer_model(folder: Path, config: Mapping[str, Any]) -> SentencePi
             rstrip.append(token_id)
     check_byte_tokens(texts, kinds)
     vocabulary = sentencepiece_vocabulary(texts, kinds)
-    pieces = [
-        proto.Piece(piece.text, piece.score, proto.UNUSED if piece.type == proto.USER_DEFINED else piece.type)
-        for piece in model.pieces
-    ]
+    types = [proto.UNUSED if piece.type == proto.USER_DEFINED else piece.type for piece in model.pieces]
     # Where the model removes extra spaces, its dummy space must stay its own: an added one would be removed.
     keep = model.remove_extra_whitespaces
     settings = read_json_object(folder / "tokenizer_config.json")
@@ -268,8 +265,15 @@ def _from_tokenizer_model(folder: Path, config: Mapping[str, Any]) -> SentencePi
     return SentencePieceTokenizer(
         vocabulary,
         _special_ids(folder, config, vocabulary, (True, False)),
-        proto.write_model(pieces, model.trainer_spec, model.normalizer_spec, keep_normalizer=keep),
-        num_pieces=len(pieces),
+        proto.write_model(
+            [piece.text for piece in model.pieces],
+            [piece.score for piece in model.pieces],
+            types,
+            model.trainer_spec,
+            model.normalizer_spec,
+            keep_normalizer=keep,
+        ),
+        num_pieces=len(types),
         add_space_prefix=not keep and (prefix if isinstance(prefix, bool) else model.add_dummy_prefix),
         prefix_after_special=settings.get("legacy", True) is not False,
         rstrip_ids=rstrip,

@@ -55,16 +55,24 @@ def _field(number: int, value: int | bytes) -> bytes:
 
 
 def write_model(
-    pieces: Sequence[Piece], trainer_spec: bytes, normalizer_spec: bytes, *, keep_normalizer: bool = False
+    texts: Sequence[str],
+    scores: Sequence[float],
+    types: Sequence[int],
+    trainer_spec: bytes,
+    normalizer_spec: bytes,
+    *,
+    keep_normalizer: bool = False,
 ) -> bytes:
     """A ModelProto. Unless ``keep_normalizer``, the dummy prefix is switched off: the caller adds it himself."""
     out = bytearray()
-    for piece in pieces:
-        text = piece.text.encode("utf-8", "replace")
-        # SentencePiece {piece = 1: string, score = 2: float, type = 3: enum}
-        body = b"\x0a" + _varint(len(text)) + text + b"\x15" + struct.pack("<f", piece.score)
-        body += b"\x18" + bytes([piece.type])
-        out += b"\x0a" + _varint(len(body)) + body
+    pack = struct.Struct("<BfBB").pack
+    for text, score, kind in zip(texts, scores, types, strict=True):
+        raw = text.encode("utf-8", "replace")
+        # SentencePiece {piece = 1: string, score = 2: float, type = 3: enum}; the last two take 7 bytes.
+        head = _varint(len(raw)) if len(raw) > 118 else bytes((len(raw),))
+        size = 1 + len(head) + len(raw) + 7
+        out += b"\x0a" + (_varint(size) if size > 127 else bytes((size,))) + b"\x0a" + head + raw
+        out += pack(0x15, score, 0x18, kind)
     out += _field(2, trainer_spec) + _field(3, normalizer_spec)
     if not keep_normalizer:
         # An embedded message that comes twice is merged, the later field winning.

@@ -113,26 +113,17 @@ class SentencePieceTokenizer(SharedTokenizer):
 
 def library_pieces(texts: Sequence[str], scores: Sequence[float], types: Sequence[int], unk_id: int) -> bytes:
     """A BPE model for the library from a vocabulary's columns."""
-    pieces: list[proto.Piece] = []
-    num_bytes = 0
-    for token_id, (text, score, kind) in enumerate(zip(texts, scores, types, strict=True)):
-        if token_id == unk_id:
-            kind = proto.UNKNOWN
-        elif kind == proto.UNKNOWN:
-            kind = proto.CONTROL  # the library knows one unknown piece only
-        elif kind == proto.USER_DEFINED:
-            kind = proto.UNUSED
-        elif kind == proto.BYTE:
-            num_bytes += 1
-        pieces.append(proto.Piece(text or f"[EMPTY_{token_id}]", score, kind))
-    byte_fallback = num_bytes == 256
-    if not byte_fallback:  # the library wants all byte pieces or none
-        pieces = [
-            proto.Piece(piece.text, piece.score, proto.UNUSED) if piece.type == proto.BYTE else piece
-            for piece in pieces
-        ]
+    byte_fallback = types.count(proto.BYTE) == 256
+    translated = {
+        proto.UNKNOWN: proto.CONTROL,  # the library knows one unknown piece only
+        proto.USER_DEFINED: proto.UNUSED,
+        proto.BYTE: proto.BYTE if byte_fallback else proto.UNUSED,  # it wants all byte pieces or none
+    }
+    kinds = [translated.get(kind, kind) for kind in types]
+    kinds[unk_id] = proto.UNKNOWN
+    named = [text or f"[EMPTY_{token_id}]" for token_id, text in enumerate(texts)]
     trainer, normalizer = proto.bpe_specs(unk_id, byte_fallback)
-    return proto.write_model(pieces, trainer, normalizer)
+    return proto.write_model(named, scores, kinds, trainer, normalizer)
 
 
 def check_byte_tokens(texts: Sequence[str], kinds: Sequence[TokenKind]) -> None:
