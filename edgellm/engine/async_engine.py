@@ -12,7 +12,7 @@ from functools import partial
 from typing import Protocol
 
 from edgellm.contracts import EngineStats, FinishReason, GenerationEngine, GenerationRequest, TokenEvent
-from edgellm.engine.mailbox import Mailbox
+from edgellm.engine.event_queue import EventQueue
 from edgellm.engine.stats import as_of
 from edgellm_models.errors import EdgeLLMError, EngineError
 
@@ -31,17 +31,17 @@ class TokenStream(AsyncIterator[TokenEvent]):
     Leaving it early (``aclose``, or dropping it) cancels the request.
     """
 
-    def __init__(self, engine: AsyncEngine, request_id: str, mailbox: Mailbox) -> None:
+    def __init__(self, engine: AsyncEngine, request_id: str, queue: EventQueue) -> None:
         self._engine = engine
         self._request_id = request_id
-        self._mailbox = mailbox
+        self._events = queue
         self._done = False
 
     def __aiter__(self) -> TokenStream:
         return self
 
     async def __anext__(self) -> TokenEvent:
-        event = None if self._done else await self._mailbox.get()
+        event = None if self._done else await self._events.get()
         if event is None:
             self._done = True
             raise StopAsyncIteration
@@ -71,7 +71,7 @@ class AsyncEngine:
         # the lock.
         self._changed = threading.Condition(threading.RLock())
         self._commands: deque[Callable[[], None]] = deque()
-        self._mailboxes: dict[str, Mailbox] = {}
+        self._queues: dict[str, EventQueue] = {}
         self._samples: dict[str, set[int]] = {}
         """Samples that have not ended, by request."""
         self._closing = False
@@ -95,7 +95,7 @@ class AsyncEngine:
         is closed.
         """
         self._engine.validate(request)
-        mailbox = Mailbox(asyncio.get_running_loop(), request.num_samples)
+        queue = EventQueue(asyncio.get_running_loop(), request.num_samples)
         if not request.arrival_time:
             request = replace(request, arrival_time=time.monotonic())
         with self._changed:
@@ -103,18 +103,18 @@ class AsyncEngine:
                 raise EngineError(f"the engine has failed and serves no more: {self._fault}")
             if self._closing:
                 raise EngineError("the engine is closed")
-            if request.request_id in self._mailboxes:
+            if request.request_id in self._queues:
                 raise EngineError(f"request {request.request_id!r} is open already")
-            self._mailboxes[request.request_id] = mailbox
+            self._queues[request.request_id] = queue
             self._samples[request.request_id] = set(range(request.num_samples))
             self._commands.append(lambda: self._engine.submit(request))
             self._changed.notify()
-        return TokenStream(self, request.request_id, mailbox)
+        return TokenStream(self, request.request_id, queue)
 
     def cancel(self, request_id: str) -> None:
         """Ends a request within a step, from any thread; ids that are not open are ignored."""
         with self._changed:
-            if request_id in self._mailboxes:
+            if request_id in self._queues:
                 self._commands.append(lambda: self._engine.cancel(request_id))
                 self._changed.notify()
 
@@ -147,7 +147,7 @@ class AsyncEngine:
             self._commands.clear()
             closing = self._closing
             if closing:
-                for request_id in self._mailboxes:
+                for request_id in self._queues:
                     commands.append(partial(self._engine.cancel, request_id))
         for command in commands:
             command()
@@ -158,25 +158,25 @@ class AsyncEngine:
 
     def _deliver(self, event: TokenEvent) -> None:
         with self._changed:
-            mailbox = self._mailboxes.get(event.request_id)
-            if mailbox is None:
+            queue = self._queues.get(event.request_id)
+            if queue is None:
                 return
             if event.finish_reason is not None:
                 samples = self._samples[event.request_id]
                 samples.discard(event.sample)
                 if not samples:
-                    del self._mailboxes[event.request_id], self._samples[event.request_id]
-        mailbox.put(event)
-        if mailbox.reader_gone:
+                    del self._queues[event.request_id], self._samples[event.request_id]
+        queue.put(event)
+        if queue.reader_gone:
             self.cancel(event.request_id)
 
     def _fail(self, reason: str) -> None:
         with self._changed:
             self._fault = reason
-            mailboxes, samples = dict(self._mailboxes), dict(self._samples)
-            self._mailboxes.clear()
+            queues, samples = dict(self._queues), dict(self._samples)
+            self._queues.clear()
             self._samples.clear()
             self._commands.clear()
-        for request_id, mailbox in mailboxes.items():
+        for request_id, queue in queues.items():
             for sample in sorted(samples[request_id]):
-                mailbox.put(TokenEvent(request_id, sample, finish_reason=FinishReason.ERROR, error=reason))
+                queue.put(TokenEvent(request_id, sample, finish_reason=FinishReason.ERROR, error=reason))

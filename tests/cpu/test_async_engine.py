@@ -15,7 +15,7 @@ from edgellm.cache.block_pool import BlockPool
 from edgellm.contracts import FinishReason, GenerationRequest, SamplingParams, TokenEvent
 from edgellm.engine.async_engine import AsyncEngine, TokenStream
 from edgellm.engine.engine import Engine
-from edgellm.engine.mailbox import MAX_PENDING, merge
+from edgellm.engine.event_queue import MAX_PENDING, merge
 from edgellm_models.errors import BadInputError, EngineError, Notice
 from edgellm_models.tokenizer.stream_decoder import StreamDecoder
 from tests.support.fake_engine import ByteTokenizer, FakeAnswer, FakeEngine, FakeRunner
@@ -191,7 +191,7 @@ def test_leaving_a_stream_cancels_its_request(leave: Callable[[TokenStream], Awa
                 break
         await leave(stream)
         await until(lambda: service.stats().running == 0 and service.stats().kv_blocks["used"] == 0)
-        assert not service._mailboxes and not service._samples
+        assert not service._queues and not service._samples
         await service.aclose()
 
     run(test)
@@ -205,7 +205,7 @@ def test_dropping_a_stream_cancels_its_request() -> None:
         await anext(stream)
         del stream
         gc.collect()
-        await until(lambda: not service._mailboxes)
+        await until(lambda: not service._queues)
         await service.aclose()
 
     run(test)
@@ -241,9 +241,9 @@ def test_a_loop_that_is_gone_frees_the_engine() -> None:
 
     asyncio.run(leave_without_a_word())
     end = time.monotonic() + 5
-    while service._mailboxes and time.monotonic() < end:
+    while service._queues and time.monotonic() < end:
         time.sleep(0.01)
-    assert not service._mailboxes
+    assert not service._queues
     service.close()
 
 
@@ -323,7 +323,7 @@ def test_300_streams_left_early_cost_nothing() -> None:
             await stream.aclose()
         large = await collect(service.submit(request("large", None, prompt=bytes(400))))
         assert large[-1].finish_reason is FinishReason.LENGTH
-        assert service.stats().kv_blocks["used"] == 0 and not service._mailboxes
+        assert service.stats().kv_blocks["used"] == 0 and not service._queues
         await service.aclose()
 
     run(test)

@@ -28,7 +28,7 @@ def merge(first: TokenEvent, second: TokenEvent) -> TokenEvent | None:
     )
 
 
-class Mailbox:
+class EventQueue:
     """Bounded: a reader that stops reading costs merging, never a waiting engine and never unbounded events.
 
     The loop is woken once per batch of events, however many come before it runs.
