@@ -1,0 +1,130 @@
+"""Messages of a conversation to one GenerationRequest."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from edgellm_models.errors import BadInputError, Notice
+from edgellm_models.tokenizer.base import Tokenizer
+from edgellm_models.tokenizer.chat_encoding import ChatEncoder, EncodedChat, RememberedAnswer
+from edgellm_models.tokenizer.chat_template import ChatTemplates
+
+from edgellm.contracts import ChatMessage, GenerationRequest, SamplingParams
+
+PLAIN_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role | capitalize }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+"""What a base model gets when its user asks for a chat all the same: roles as plain words."""
+
+
+def template_message(message: ChatMessage) -> dict[str, Any]:
+    """A message as chat templates know it: OpenAI's form, with absent fields absent."""
+    content: Any = message.content
+    if content is not None and not isinstance(content, str):
+        content = [{"type": part.type, "text": part.text} for part in content]
+    found: dict[str, Any] = {"role": message.role, "content": content}
+    if message.reasoning is not None:
+        found["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        found["tool_calls"] = [dict(call) for call in message.tool_calls]
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        found["name"] = message.name
+    return found
+
+
+def chat_encoder(
+    tokenizer: Tokenizer, templates: ChatTemplates | None, *, model_name: str, plain_fallback: bool = False
+) -> tuple[ChatEncoder, tuple[Notice, ...]]:
+    """The encoder for a model's conversations, made once per model.
+
+    A base model without a template is a BadInputError, or with ``plain_fallback`` a plain transcript and a Notice:
+    another model's format is never used.
+    """
+    if templates is not None:
+        return ChatEncoder(tokenizer, templates), ()
+    if not plain_fallback:
+        raise BadInputError(
+            f"{model_name} is a base model: it has no chat template, so it cannot chat; use `edgellm complete`"
+            " (or /v1/completions), or a model that was tuned for chat"
+        )
+    bos = tokenizer.token_text(tokenizer.bos_id) if tokenizer.bos_id is not None and tokenizer.add_bos else ""
+    notice = Notice(
+        "no_chat_template",
+        f"{model_name} is a base model without a chat template: it sees a plain transcript ('User: ...', 'Assistant:')"
+        " and may not answer as a chat model does",
+    )
+    return ChatEncoder(tokenizer, ChatTemplates({"default": PLAIN_TEMPLATE}, {"bos_token": bos})), (notice,)
+
+
+@dataclass(frozen=True)
+class BuiltRequest:
+    """A request and what its maker wants to say about it."""
+
+    request: GenerationRequest
+    prompt_text: str
+    notices: tuple[Notice, ...] = ()
+
+
+def build_request(
+    encoder: ChatEncoder,
+    messages: Sequence[ChatMessage],
+    sampling: SamplingParams,
+    *,
+    context_length: int,
+    tools: Sequence[Mapping[str, Any]] = (),
+    remembered: Sequence[RememberedAnswer] = (),
+    template_variables: Mapping[str, Any] | None = None,
+    conversation_id: str | None = None,
+    request_id: str | None = None,
+    kv_policy: str = "stop",
+    **fields: Any,
+) -> BuiltRequest:
+    """Renders, tokenizes and checks a conversation.
+
+    ``fields`` are further fields of GenerationRequest. BadInputError when there are no messages, when the template
+    refuses them, and when the prompt leaves no room in the context (naming both numbers).
+    """
+    if not messages:
+        raise BadInputError("there are no messages to answer")
+    chat = encoder.encode(
+        [template_message(message) for message in messages],
+        tools or None,
+        remembered=remembered,
+        **dict(template_variables or {}),
+    )
+    if not chat.token_ids:
+        raise BadInputError("the chat template rendered the messages to an empty prompt")
+    check_context(chat, context_length)
+    request = GenerationRequest(
+        request_id=request_id or uuid.uuid4().hex,
+        prompt_token_ids=chat.token_ids,
+        sampling=sampling,
+        protected_tokens=chat.system_tokens,
+        turn_starts=chat.turn_starts,
+        conversation_id=conversation_id,
+        kv_policy=kv_policy,
+        arrival_time=time.monotonic(),
+        **fields,
+    )
+    return BuiltRequest(request, chat.text, chat.notices)
+
+
+def check_context(chat: EncodedChat, context_length: int) -> None:
+    """BadInputError, with both numbers, when no token of an answer fits behind the prompt."""
+    if len(chat.token_ids) >= context_length:
+        raise BadInputError(
+            f"the conversation has {len(chat.token_ids)} tokens but the context holds {context_length}; start a new"
+            " chat, shorten the messages, or raise --ctx"
+        )
+
+
+def count_tokens(encoder: ChatEncoder, messages: Sequence[ChatMessage]) -> int:
+    """Tokens of the prompt that these messages make, the generation prompt included."""
+    return len(encoder.encode([template_message(message) for message in messages]).token_ids) if messages else 0
