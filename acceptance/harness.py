@@ -38,7 +38,9 @@ def machine() -> str:
     model = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model)
+        model = next(
+            (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model
+        )
     return f"{model}, {len(os.sched_getaffinity(0))} cores"
 
 
@@ -83,7 +85,9 @@ def record(script: str, figures: Sequence[Figure]) -> bool:
         rows.append(asdict(figure) | shared)
         value = f"{figure.value:.4g}" if isinstance(figure.value, float) else str(figure.value)
         peer = f"  [{figure.peer}]" if figure.peer else ""
-        print(f"{'met ' if figure.met else 'MISS'}  {figure.name}: {value} {figure.unit}  ({figure.promise}){peer}")
+        print(
+            f"{'met ' if figure.met else 'MISS'}  {figure.name}: {value} {figure.unit}  ({figure.promise}){peer}"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

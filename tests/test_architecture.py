@@ -17,7 +17,20 @@ PACKAGES = {
     "edgellm_quantize": ROOT / "quantize" / "edgellm_quantize",
     "edgellm_tui": ROOT / "tui" / "edgellm_tui",
 }
-HEAVY = {"torch", "triton", "textual", "transformers", "numpy", "jinja2", "huggingface_hub", "tokenizers", "gguf"}
+HEAVY = {
+    "torch",
+    "triton",
+    "textual",
+    "transformers",
+    "numpy",
+    "jinja2",
+    "huggingface_hub",
+    "tokenizers",
+    "gguf",
+}
+
+NETWORK = {"edgellm_models.network"}
+TUI = {"edgellm.contracts", "edgellm.locations", "edgellm_models.errors"}
 
 # room -> prefixes of ours that it may import, and third-party packages that it may import (anywhere in its files).
 # The longest room that is a prefix of the module's name applies.
@@ -25,26 +38,48 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "edgellm_kernels": (set(), {"torch", "numpy", "triton"}),
     "edgellm_models": (set(), set()),
     "edgellm_models.errors": (set(), set()),
+    "edgellm_models.metadata_values": ({"edgellm_models.errors"}, set()),
     "edgellm_models.checkpoint": (
-        {"edgellm_models.errors", "edgellm_kernels.weights", "edgellm_kernels.ggml_blocks"},
+        {
+            "edgellm_models.errors",
+            "edgellm_models.metadata_values",
+            "edgellm_kernels.weights",
+            "edgellm_kernels.ggml_blocks",
+            "edgellm_kernels.ggml_types",
+        },
         {"torch", "numpy", "gguf", "safetensors"},
     ),
     "edgellm_models.network": (
-        {"edgellm_models.errors", "edgellm_kernels.ops", "edgellm_kernels.weights", "edgellm_kernels.batch"},
+        {
+            "edgellm_models.errors",
+            "edgellm_models.metadata_values",
+            "edgellm_kernels.ops",
+            "edgellm_kernels.weights",
+            "edgellm_kernels.batch",
+        },
         {"torch"},
     ),
     "edgellm_models.network.build": (
-        {"edgellm_models.errors", "edgellm_models.checkpoint", "edgellm_kernels"},
+        {
+            "edgellm_models.errors",
+            "edgellm_models.metadata_values",
+            "edgellm_models.checkpoint",
+            "edgellm_kernels",
+        }
+        | NETWORK,
         {"torch"},
     ),
     "edgellm_models.tokenizer": (
-        {"edgellm_models.errors"},
+        {"edgellm_models.errors", "edgellm_models.metadata_values"},
         {"tokenizers", "sentencepiece", "jinja2", "regex"},
     ),
     "edgellm_models.catalog": ({"edgellm_models.errors"}, {"huggingface_hub", "httpx"}),
     "edgellm": (set(), set()),
     "edgellm.contracts": ({"edgellm_models.errors"}, set()),
-    "edgellm.config": ({"edgellm.contracts", "edgellm.switches", "edgellm.locations", "edgellm_models.errors"}, set()),
+    "edgellm.config": (
+        {"edgellm.contracts", "edgellm.switches", "edgellm.locations", "edgellm_models.errors"},
+        set(),
+    ),
     "edgellm.switches": ({"edgellm.contracts", "edgellm_models.errors"}, set()),
     "edgellm.locations": ({"edgellm.contracts", "edgellm_models.errors"}, {"platformdirs"}),
     "edgellm.chat": ({"edgellm.contracts", "edgellm_models.errors", "edgellm_models.tokenizer"}, set()),
@@ -75,7 +110,13 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     ),
     "edgellm.engine.stop_strings": ({"edgellm.contracts", "edgellm_models.errors"}, set()),
     "edgellm.client": (
-        {"edgellm.contracts", "edgellm.chat", "edgellm.engine", "edgellm_models.errors", "edgellm_models.tokenizer"},
+        {
+            "edgellm.contracts",
+            "edgellm.chat",
+            "edgellm.engine",
+            "edgellm_models.errors",
+            "edgellm_models.tokenizer",
+        },
         set(),
     ),
     "edgellm.cli": (
@@ -87,7 +128,9 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"edgellm_kernels", "edgellm_models"},
         {"torch", "numpy", "gguf", "safetensors", "sentencepiece", "tokenizers"},
     ),
-    "edgellm_tui": ({"edgellm.contracts", "edgellm.locations", "edgellm_models.errors"}, {"textual", "rich"}),
+    "edgellm_tui": (TUI, {"textual", "rich", "markdown_it"}),
+    "edgellm_tui.screens": (TUI | {"edgellm_tui"}, {"textual", "rich", "markdown_it"}),
+    "edgellm_tui.widgets": (TUI | {"edgellm_tui"}, {"textual", "rich", "markdown_it"}),
 }
 # What may be imported only inside functions: the commands stay quick because nothing loads until it is needed.
 LAZY_ONLY = {"edgellm.cli": HEAVY | {"edgellm_kernels", "edgellm_quantize", "edgellm_tui", "edgellm.engine"}}
@@ -135,7 +178,9 @@ def imports(path: Path, module: str) -> list[tuple[str, bool]]:
     return found
 
 
-@pytest.mark.parametrize(("module", "path"), modules(), ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("module", "path"), modules(), ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_imports_follow_the_table(module: str, path: Path) -> None:
     room = room_of(module)
     ours, third_party = ROOMS[room]
@@ -151,7 +196,9 @@ def test_imports_follow_the_table(module: str, path: Path) -> None:
             assert head in third_party, f"{module} (room {room}) may not import {head}"
         lazy = next((names for prefix, names in LAZY_ONLY.items() if is_within(module, prefix)), set())
         if top:
-            assert not any(is_within(imported, name) for name in lazy), f"{module} must import {imported} lazily"
+            assert not any(is_within(imported, name) for name in lazy), (
+                f"{module} must import {imported} lazily"
+            )
 
 
 def test_every_folder_has_a_row() -> None:
@@ -168,7 +215,9 @@ def test_triton_is_imported_only_in_files_named_for_it() -> None:
 
 
 def test_nothing_is_named_after_a_dependency_or_a_standard_module() -> None:
-    taken = HEAVY | {"safetensors", "sentencepiece", "pytest", "click"} | (sys.stdlib_module_names - {"__main__"})
+    taken = (
+        HEAVY | {"safetensors", "sentencepiece", "pytest", "click"} | (sys.stdlib_module_names - {"__main__"})
+    )
     for module, path in modules():
         assert path.stem not in taken, f"{module} shadows {path.stem}"
         assert not {parent.name for parent in path.parents if ROOT in parent.parents} & (HEAVY | {"types"})

@@ -48,13 +48,21 @@ def command_line() -> str:
 
     from edgellm.cli.main import main
 
-    parts = ["# Commands", "", NOTE, "Every option can also be set by an environment variable, shown in brackets.", ""]
+    parts = [
+        "# Commands",
+        "",
+        NOTE,
+        "Every option can also be set by an environment variable, shown in brackets.",
+        "",
+    ]
 
     def add(command: click.Command, name: str, parent: click.Context | None) -> None:
         context = click.Context(
             command, info_name=name, parent=parent, terminal_width=100, max_content_width=100, color=False
         )
-        parts.extend([f"## `{context.command_path}`", "", "```text", command.get_help(context).rstrip(), "```", ""])
+        parts.extend(
+            [f"## `{context.command_path}`", "", "```text", command.get_help(context).rstrip(), "```", ""]
+        )
         if isinstance(command, click.Group):
             for child in command.list_commands(context):
                 found = command.get_command(context, child)
@@ -86,7 +94,10 @@ def benchmarks() -> str:
         for row in json.loads(path.read_text(encoding="utf-8")):
             newest[row["name"]] = row
         parts += [f"## {path.stem.replace('_', ' ')}", ""]
-        parts += ["| figure | value | promised | peer, same run | commit | date |", "|---|---|---|---|---|---|"]
+        parts += [
+            "| figure | value | promised | peer, same run | commit | date |",
+            "|---|---|---|---|---|---|",
+        ]
         for name, row in newest.items():
             value = f"{row['value']:.4g}" if isinstance(row["value"], float) else row["value"]
             value = f"{value} {row['unit']}".strip() + ("" if row["met"] else " (missed)")
