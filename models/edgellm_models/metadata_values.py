@@ -22,6 +22,12 @@ class _Required:
 REQUIRED = _Required()
 
 
+def shown(names: list[str], limit: int = 4) -> str:
+    """Some of the names that a file gives, for a message, without control characters (terminal escapes)."""
+    safe = [name[:120] if name.isprintable() else repr(name[:120]) for name in names[:limit]]
+    return ", ".join(safe) + (f" ... ({len(names)} in all)" if len(names) > limit else "")
+
+
 def type_label(value: object) -> str:
     """What a person calls the type of a metadata value, with the value itself where it is short."""
     if value is None:

@@ -20,7 +20,13 @@ from safetensors.torch import save_file
 from edgellm_models.checkpoint import open_checkpoint
 from edgellm_models.checkpoint.safetensors_header import read_safetensors_header
 from edgellm_models.checkpoint.tensor_names import hf_name
-from edgellm_models.errors import BadInputError, EdgeLLMError, NotFoundError
+from edgellm_models.errors import (
+    BadInputError,
+    EdgeLLMError,
+    NotFoundError,
+    PermissionDeniedError,
+    TransferError,
+)
 from tests.support.tiny_models import ARCHITECTURES, make_tiny
 
 SINGLE = "model.safetensors"
@@ -503,6 +509,23 @@ def test_weight_files_of_other_kinds_are_named(tmp_path: Path, content: bytes, w
     folder = tiny(tmp_path)
     (folder / SINGLE).write_bytes(content)
     refused(folder, SINGLE, words)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(PermissionError(13, "no"), PermissionDeniedError), (OSError(5, "I/O error"), TransferError)],
+)
+def test_what_the_system_refuses_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError, kind: type[EdgeLLMError]
+) -> None:
+    folder = tiny(tmp_path)
+    (folder / SINGLE).unlink()
+
+    def refuse(_: Path) -> None:
+        raise error
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    refused(folder, str(folder), kind=kind)
 
 
 def test_folders_without_a_model_say_what_they_hold(tmp_path: Path) -> None:

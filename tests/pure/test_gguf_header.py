@@ -473,3 +473,37 @@ def test_a_vocabulary_of_260000_is_read_quickly() -> None:
     assert len(opened.metadata["tokenizer.ggml.tokens"]) == 262_144
     assert len(opened.metadata["tokenizer.ggml.scores"]) == 262_144
     assert best < 0.7
+
+
+@settings(max_examples=150, deadline=4000)
+@given(
+    key=st.sampled_from([entry.key for entry in mut.tiny_document().entries]),
+    value=st.one_of(
+        st.tuples(st.just(mut.STRING), st.text(max_size=8)),
+        st.tuples(st.just(mut.I64), st.integers(-(1 << 63), (1 << 63) - 1)),
+        st.tuples(st.just(mut.F64), st.floats()),
+        st.tuples(st.just(mut.BOOL), st.booleans()),
+        st.tuples(st.just(mut.ARRAY), st.tuples(st.just(mut.I32), st.lists(st.integers(-5, 5), max_size=3))),
+    ),
+)
+def test_any_value_of_any_key_gives_an_error_or_a_checkpoint(
+    tmp_path_factory: pytest.TempPathFactory, key: str, value: tuple[int, object]
+) -> None:
+    """C04: the whole way from the file to an opened checkpoint."""
+    document = mut.tiny_document(layers=1, hidden=32, ffn=32, vocab=8).with_entry(key, *value)
+    path = tmp_path_factory.mktemp("fuzz") / "m.gguf"
+    path.write_bytes(mut.write(document))
+    try:
+        opened = open_checkpoint(path)
+    except EdgeLLMError as error:
+        assert "\n" not in str(error)
+        return
+    assert opened.architecture == "llama" and opened.has("blk.0.attn_q.weight")
+
+
+def test_names_from_a_file_cannot_send_terminal_codes(tmp_path: Path) -> None:
+    """Tensor names are the file's own: an escape sequence in one does not reach the terminal."""
+    document = mut.tiny_document().with_tensor(mut.random_tensor("\x1b[2Jgone", (32,), "F32"))
+    (notice,) = open_bytes(tmp_path, mut.write(document)).notices
+    assert "\x1b" not in notice.detail and "gone" in notice.detail
+    refused(mut.overwrite(document, "\x1b[2Jgone.type", 99), "gone")

@@ -17,13 +17,16 @@ def open_checkpoint(path: Path) -> Checkpoint:
     NotFoundError for a missing file or shard, PermissionDeniedError, and BadInputError for everything that is
     damaged or unsupported.
     """
-    from edgellm_models.checkpoint.mapped_file import is_folder
+    from edgellm_models.checkpoint.mapped_file import file_error, is_folder
 
     path = Path(path)
-    if is_folder(path):
-        from edgellm_models.checkpoint.safetensors_reader import open_folder
+    try:
+        if is_folder(path):
+            from edgellm_models.checkpoint.safetensors_reader import open_folder
 
-        return open_folder(path)
-    from edgellm_models.checkpoint.gguf_reader import open_gguf
+            return open_folder(path)
+        from edgellm_models.checkpoint.gguf_reader import open_gguf
 
-    return open_gguf(path)
+        return open_gguf(path)
+    except OSError as error:  # listing a folder, looking for a shard
+        raise file_error(Path(error.filename or path), error) from error

@@ -23,7 +23,7 @@ _HF_MODEL_TYPES = {name: name for name in SUPPORTED} | {"gemma3_text": "gemma3"}
 
 
 def _supported_list() -> str:
-    return ", ".join(SUPPORTED) + " (SmolLM2, Llama 1 to 3 and alike count as llama)"
+    return ", ".join(SUPPORTED) + " (SmolLM2 and, in GGUF files, Mistral are of the architecture llama)"
 
 
 def gguf_architecture(metadata: Mapping[str, Any], label: str) -> str:
@@ -41,7 +41,7 @@ def gguf_architecture(metadata: Mapping[str, Any], label: str) -> str:
         )
     if isinstance(kind, str) and kind in _GGUF_KINDS:
         raise BadInputError(f"{label}: this is {_GGUF_KINDS[kind]} (general.type {kind})")
-    if found not in SUPPORTED:
+    if found not in SUPPORTED or found == "mistral":  # a GGUF of a Mistral model says llama
         raise BadInputError(
             f"{label}: the architecture {found[:60]!r} is not supported; supported: {_supported_list()}"
         )

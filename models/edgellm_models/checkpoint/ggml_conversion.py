@@ -3,6 +3,7 @@ time."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from edgellm_kernels.ggml_types import GGML_TYPES_BY_NAME, GGMLType
@@ -28,10 +29,7 @@ IQ4_NL as itself."""
 
 def held_bytes(shape: tuple[int, ...]) -> int:
     """Memory of a tensor of ``shape`` held as Q8_0."""
-    elements = 1
-    for extent in shape:
-        elements *= extent
-    return elements // 32 * 34
+    return math.prod(shape) // 32 * 34
 
 
 def convert_to_q8_0(

@@ -11,7 +11,7 @@ from typing import Any
 from edgellm_kernels.ggml_types import GGML_TYPES, GGMLType, supported_type_names
 from edgellm_models.checkpoint.gguf_metadata import Buffer, Cursor, read_metadata
 from edgellm_models.errors import BadInputError, Notice
-from edgellm_models.metadata_values import metadata_int
+from edgellm_models.metadata_values import metadata_int, shown
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -78,7 +78,7 @@ def read_gguf_header(buffer: Buffer, size: int, label: str) -> GGUFHeader:
     _check_extent(cursor, tensors)
     notices = _check_tail(cursor, tensors, header_end, alignment)
     if cursor.replaced:
-        keys = ", ".join(cursor.replaced[:5])
+        keys = shown(cursor.replaced)
         notices.append(
             Notice("metadata_not_utf8", f"{label}: bytes that are not UTF-8 were replaced in {keys}")
         )

@@ -16,7 +16,7 @@ from edgellm_models.checkpoint.mapped_file import MappedFile
 from edgellm_models.checkpoint.reader import TensorInfo
 from edgellm_models.checkpoint.tensor_names import is_canonical, required_tensors
 from edgellm_models.errors import BadInputError, Notice
-from edgellm_models.metadata_values import metadata_int
+from edgellm_models.metadata_values import metadata_int, shown
 
 if TYPE_CHECKING:
     import torch
@@ -188,8 +188,9 @@ def _unknown_notice(architecture: str, infos: Mapping[str, TensorInfo], path: Pa
     ]
     if not unknown:
         return []
-    shown = ", ".join(unknown[:3]) + (" ..." if len(unknown) > 3 else "")
-    detail = f"{path.name}: {len(unknown)} tensors that {architecture} does not use are ignored: {shown}"
+    detail = (
+        f"{path.name}: {len(unknown)} tensors that {architecture} does not use are ignored: {shown(unknown)}"
+    )
     return [Notice("unknown_tensors", detail)]
 
 

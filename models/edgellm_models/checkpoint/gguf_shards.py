@@ -11,7 +11,7 @@ from edgellm_models.checkpoint.gguf_header import GGUFHeader, read_gguf_header
 from edgellm_models.checkpoint.mapped_file import MappedFile
 from edgellm_models.checkpoint.sniff import FileKind, sniff_file
 from edgellm_models.errors import BadInputError, NotFoundError
-from edgellm_models.metadata_values import metadata_int
+from edgellm_models.metadata_values import metadata_int, shown
 
 MAX_SHARDS = 1000
 _SHARD_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<ending>\.[^.]+)?", re.DOTALL)
@@ -49,7 +49,7 @@ def open_shards(path: Path) -> tuple[Shard, ...]:
     if missing:
         raise NotFoundError(
             f"{path}: this model is split into {count} files, of which {len(missing)} are missing from "
-            f"{path.parent}: {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}"
+            f"{path.parent}: {shown(missing)}"
         )
     shards = tuple(opened if shard_path == path else open_shard(shard_path) for shard_path in paths)
     _check_belong_together(shards, count)

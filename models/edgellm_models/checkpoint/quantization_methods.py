@@ -96,7 +96,7 @@ def _named(section: object, default: str) -> str:
             producer = section.get("producer")
             named = producer.get("name") if isinstance(producer, Mapping) else None
             method = named if isinstance(named, str) else default
-    method = method[:40].lower()
+    method = method[:40].lower() if method[:40].isprintable() else repr(method[:40])
     if method.startswith("bitsandbytes"):
         kind = (
             str(section.get("bnb_4bit_quant_type", "4-bit"))[:10].upper()

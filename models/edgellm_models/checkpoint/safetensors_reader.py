@@ -24,7 +24,7 @@ from edgellm_models.checkpoint.tensor_names import (
     required_tensors,
 )
 from edgellm_models.errors import BadInputError, Notice
-from edgellm_models.metadata_values import metadata_int
+from edgellm_models.metadata_values import metadata_int, shown
 
 if TYPE_CHECKING:
     import torch
@@ -222,9 +222,8 @@ class FolderCheckpoint:
             notices.append(Notice("vision_ignored", detail))
         unknown = [name for name in extra if not is_vision(name)]
         if unknown:
-            shown = ", ".join(unknown[:3]) + (" ..." if len(unknown) > 3 else "")
             what = f"{len(unknown)} tensors that {self.architecture} does not use are ignored"
-            notices.append(Notice("unknown_tensors", f"{self.path.name}: {what}: {shown}"))
+            notices.append(Notice("unknown_tensors", f"{self.path.name}: {what}: {shown(unknown)}"))
         return notices
 
     def _f8_notice(self, f8: list[SafeTensor]) -> list[Notice]:
@@ -252,7 +251,7 @@ def open_folder(path: Path) -> FolderCheckpoint:
 def _not_a_model_folder(path: Path) -> str:
     gguf_files = sorted(entry.name for entry in path.iterdir() if entry.suffix.lower() == ".gguf")
     if gguf_files:
-        return f"{path}: this folder holds GGUF files; name one of them: {', '.join(gguf_files[:5])}"
+        return f"{path}: this folder holds GGUF files; name one of them: {shown(gguf_files)}"
     if (path / "adapter_config.json").exists():
         return f"{path}: this is a LoRA adapter, not a model; merge it into its base model first"
     return f"{path}: this folder holds no config.json, so it is no Hugging Face model"

@@ -10,6 +10,7 @@ from edgellm_models.checkpoint.mapped_file import MappedFile
 from edgellm_models.checkpoint.safetensors_header import SafeTensor, read_safetensors_header
 from edgellm_models.checkpoint.sniff import PICKLE_ADVICE, FileKind, sniff_file
 from edgellm_models.errors import BadInputError, NotFoundError
+from edgellm_models.metadata_values import shown
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -39,12 +40,8 @@ def open_weight_files(folder: Path) -> tuple[WeightFile, ...]:
 
 def _open_file(path: Path) -> WeightFile:
     looks = sniff_file(path)
-    # a damaged length field must still reach the header check, which states both sizes
-    if (
-        looks.kind in (FileKind.GGUF, FileKind.PICKLE)
-        or "fetch it again" in looks.text
-        or "lfs" in looks.text
-    ):
+    # a file with a damaged length field looks like nothing: the header check states both sizes
+    if looks.kind not in (FileKind.SAFETENSORS, FileKind.UNKNOWN):
         raise BadInputError(f"{path}: not a safetensors file; this looks like {looks.text}")
     mapped = MappedFile(path)
     return WeightFile(mapped, read_safetensors_header(mapped.buffer, mapped.size, str(path)))
@@ -62,7 +59,7 @@ def _open_indexed(folder: Path) -> tuple[WeightFile, ...]:
             or file_name != Path(file_name).name
             or file_name in ("", "..")
             or "\\" in file_name
-            or "\0" in file_name
+            or not file_name.isprintable()
         ):
             raise BadInputError(
                 f"{index_path}: {name[:80]!r} is said to lie in {str(file_name)[:80]!r}, no file name"
@@ -87,13 +84,13 @@ def _refuse_missing(folder: Path, named: list[str]) -> None:
     )
     if others:
         raise BadInputError(
-            f"{folder / INDEX}: the index does not match the files: it names {_few(missing)}, which are not "
+            f"{folder / INDEX}: the index does not match the files: it names {shown(missing)}, which are not "
             "there, "
-            f"while the folder holds {_few(others)}; fetch the index and the weights again from one place"
+            f"while the folder holds {shown(others)}; fetch the index and the weights again from one place"
         )
     raise NotFoundError(
         f"{folder}: {len(missing)} of {len(named)} weight files that the index names are missing: "
-        f"{_few(missing)}"
+        f"{shown(missing)}"
     )
 
 
@@ -121,13 +118,9 @@ def _no_weights(folder: Path) -> str:
     safetensors = [name for name in names if name.endswith(".safetensors")]
     if safetensors:
         return (
-            f"{folder}: neither {SINGLE} nor {INDEX} is there, only {_few(safetensors)}; the index tells "
+            f"{folder}: neither {SINGLE} nor {INDEX} is there, only {shown(safetensors)}; the index tells "
             "which belong together: fetch it too"
         )
     if pickles:
-        return f"{folder}: the weights are in {_few(pickles)}: {PICKLE_ADVICE}"
+        return f"{folder}: the weights are in {shown(pickles)}: {PICKLE_ADVICE}"
     return f"{folder}: config.json is there, but no weights ({SINGLE} or {INDEX})"
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" ... ({len(names)} in all)" if len(names) > 4 else "")

@@ -13,12 +13,14 @@ HEAD_BYTES = 4096
 
 
 class FileKind(enum.Enum):
-    """The kinds that lead somewhere; everything else is OTHER."""
+    """The kinds that lead somewhere."""
 
     GGUF = "gguf"
     SAFETENSORS = "safetensors"
     PICKLE = "pickle"
     OTHER = "other"
+    """Recognised, and no model file."""
+    UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,12 @@ def sniff_bytes(head: bytes, size: int) -> Looks:
         return Looks(FileKind.OTHER, "an empty file (0 bytes): fetch it again")
     if head[:4] == b"GGUF":
         return Looks(FileKind.GGUF, "a GGUF file")
+    # before all else: the length of its header may be spelled like another format's magic
+    if len(head) > 8 and head[8:9] == b"{" and 2 <= struct.unpack_from("<Q", head)[0] <= 10**9:
+        return Looks(
+            FileKind.SAFETENSORS,
+            "a safetensors file: give the Hugging Face folder that holds it and config.json",
+        )
     if head[:4] == b"FUGG":
         return Looks(FileKind.OTHER, "a GGUF file with its bytes swapped: fetch a little-endian one")
     if head.startswith(b"version https://git-lfs.github.com/spec"):
@@ -72,11 +80,6 @@ def sniff_bytes(head: bytes, size: int) -> Looks:
         )
     if len(head) > 2 and head[0] == 0x80 and head[1] in range(2, 6):
         return Looks(FileKind.PICKLE, f"a Python pickle file: {PICKLE_ADVICE}")
-    if len(head) > 8 and head[8:9] == b"{" and 2 <= struct.unpack_from("<Q", head)[0] <= 10**9:
-        return Looks(
-            FileKind.SAFETENSORS,
-            "a safetensors file: give the Hugging Face folder that holds it and config.json",
-        )
     if head[:4] in _OLD_GGML:
         return Looks(FileKind.OTHER, "a GGML file from before GGUF (2023): fetch or convert it as GGUF")
     for magic, text in _MAGICS:
@@ -101,8 +104,8 @@ def _sniff_text(head: bytes) -> Looks:
         return Looks(FileKind.OTHER, "a file of zeros: the download was not finished, fetch it again")
     printable = sum(byte in b"\t\r\n" or 32 <= byte < 127 for byte in head)
     if printable == len(head):
-        return Looks(FileKind.OTHER, f"a text file that begins {head[:40].decode('ascii')!r}")
-    return Looks(FileKind.OTHER, f"an unknown binary file that begins with the bytes {head[:8].hex(' ')}")
+        return Looks(FileKind.UNKNOWN, f"a text file that begins {head[:40].decode('ascii')!r}")
+    return Looks(FileKind.UNKNOWN, f"an unknown binary file that begins with the bytes {head[:8].hex(' ')}")
 
 
 def sniff_file(path: Path) -> Looks:
