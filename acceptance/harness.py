@@ -86,7 +86,8 @@ def record(script: str, figures: Sequence[Figure]) -> bool:
         value = f"{figure.value:.4g}" if isinstance(figure.value, float) else str(figure.value)
         peer = f"  [{figure.peer}]" if figure.peer else ""
         print(
-            f"{'met ' if figure.met else 'MISS'}  {figure.name}: {value} {figure.unit}  ({figure.promise}){peer}"
+            f"{'met ' if figure.met else 'MISS'}  {figure.name}: "
+            f"{value} {figure.unit}  ({figure.promise}){peer}"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")

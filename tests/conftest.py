@@ -12,7 +12,9 @@ KEPT = {"EDGELLM_TEST_MODELS", "EDGELLM_TEST_HOME"}
 
 
 @pytest.fixture(autouse=True)
-def isolated_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def isolated_home(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
     """An empty EDGELLM_HOME; no EDGELLM_* setting of the developer's shell; model hubs never asked."""
     for name in list(os.environ):
         if name.startswith("EDGELLM_") and name not in KEPT:

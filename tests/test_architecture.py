@@ -32,8 +32,8 @@ HEAVY = {
 NETWORK = {"edgellm_models.network"}
 TUI = {"edgellm.contracts", "edgellm.locations", "edgellm_models.errors"}
 
-# room -> prefixes of ours that it may import, and third-party packages that it may import (anywhere in its files).
-# The longest room that is a prefix of the module's name applies.
+# room -> prefixes of ours that it may import, and third-party packages that it may import (anywhere in
+# its files). The longest room that is a prefix of the module's name applies.
 ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "edgellm_kernels": (set(), {"torch", "numpy", "triton"}),
     "edgellm_models": (set(), set()),
@@ -132,7 +132,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "edgellm_tui.screens": (TUI | {"edgellm_tui"}, {"textual", "rich", "markdown_it"}),
     "edgellm_tui.widgets": (TUI | {"edgellm_tui"}, {"textual", "rich", "markdown_it"}),
 }
-# What may be imported only inside functions: the commands stay quick because nothing loads until it is needed.
+# What may be imported only inside functions: commands stay quick, as nothing loads before it is needed.
 LAZY_ONLY = {"edgellm.cli": HEAVY | {"edgellm_kernels", "edgellm_quantize", "edgellm_tui", "edgellm.engine"}}
 
 
@@ -154,7 +154,7 @@ def is_within(module: str, prefix: str) -> bool:
 
 
 def imports(path: Path, module: str) -> list[tuple[str, bool]]:
-    """(imported module, at module level) of every import that runs; those under TYPE_CHECKING are left out."""
+    """(imported module, at module level) of every import that runs, so not those under TYPE_CHECKING."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     found: list[tuple[str, bool]] = []

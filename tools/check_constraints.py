@@ -1,4 +1,4 @@
-"""Shows that constraints.txt also resolves for the CUDA build of torch: a dry run on metadata, nothing is installed.
+"""Shows that constraints.txt also resolves for the CUDA build of torch: a dry run on metadata.
 
     python tools/check_constraints.py [3.11 3.12 ...]
 
@@ -21,7 +21,7 @@ INDEX = "https://pypi.org/simple"
 
 
 def check(python_version: str) -> list[str]:
-    """The packages that pip would install for ``python_version`` on x86-64 Linux; raises CalledProcessError."""
+    """What pip would install for ``python_version`` on x86-64 Linux; exits with pip's words if it cannot."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     wanted = project["dependencies"] + project["optional-dependencies"]["dev"]
     kept = {k: v for k, v in os.environ.items() if not k.startswith("PIP_") or k == "PIP_CERT"}

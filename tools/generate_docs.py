@@ -85,8 +85,8 @@ def benchmarks() -> str:
         "# Measured figures",
         "",
         NOTE,
-        "Each row is the newest run of a script in acceptance/ (`make acceptance` runs them all); older runs stay in",
-        "docs/benchmarks/. Machines are shared and noisy: a speed counts as the ratio to a peer in the same run.",
+        "Each row is the newest run of a script in acceptance/ (`make acceptance` runs them all); older runs",
+        "stay in docs/benchmarks/. Machines are noisy: a speed counts as the ratio to a peer in the same run.",
         "",
     ]
     for path in sorted((ROOT / "docs" / "benchmarks").glob("*.json")):
@@ -102,7 +102,8 @@ def benchmarks() -> str:
             value = f"{row['value']:.4g}" if isinstance(row["value"], float) else row["value"]
             value = f"{value} {row['unit']}".strip() + ("" if row["met"] else " (missed)")
             parts.append(
-                f"| {name} | {value} | {row['promise']} | {row['peer'] or '-'} | {row['commit']} | {row['date']} |"
+                f"| {name} | {value} | {row['promise']} | {row['peer'] or '-'} "
+                f"| {row['commit']} | {row['date']} |"
             )
         machines = sorted({row["machine"] for row in newest.values()})
         parts += ["", f"Measured on: {'; '.join(machines)}.", ""]

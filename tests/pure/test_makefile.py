@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def fake_venv(tmp_path: Path) -> Path:
-    """An environment that counts as set up, whose `edgellm` prints its arguments, its prompt and its input."""
+    """A set-up environment whose `edgellm` prints its arguments, its prompt and its input."""
     if shutil.which("make") is None:
         pytest.skip("make is not installed")
     venv = tmp_path / "venv"
@@ -28,10 +28,24 @@ def fake_venv(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     "prompt",
-    ["What is the capital of France?", "it's $HOME; \"x\"", "two\nlines", "$$ $(shell id) `id` # % \\ é 你好", ""],
+    [
+        "What is the capital of France?",
+        'it\'s $HOME; "x"',
+        "two\nlines",
+        "$$ $(shell id) `id` # % \\ é 你好",
+        "",
+    ],
 )
 def test_the_prompt_arrives_whole(fake_venv: Path, prompt: str) -> None:
-    command = ["make", "--no-print-directory", "-C", str(ROOT), "chat", f"VENV={fake_venv}", f"PROMPT={prompt}"]
+    command = [
+        "make",
+        "--no-print-directory",
+        "-C",
+        str(ROOT),
+        "chat",
+        f"VENV={fake_venv}",
+        f"PROMPT={prompt}",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"chat|{prompt}|"

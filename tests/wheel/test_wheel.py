@@ -1,4 +1,4 @@
-"""The wheel holds all of ours and nothing else, and works where only it and its dependencies are installed."""
+"""The wheel holds all of ours and nothing else, and works with nothing but its dependencies beside it."""
 
 from __future__ import annotations
 
