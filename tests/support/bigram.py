@@ -135,7 +135,7 @@ def _spm_vocabulary(script: _Script) -> tuple[TinyTokenizer, dict[Piece, int]]:
         pad=None,
         unk=_UNK,
         add_bos=script.add_bos,
-        tokenizer_class="LlamaTokenizer",
+        tokenizer_class="PreTrainedTokenizerFast",
         chat_template=script.chat_template,
         legacy=True,
     )

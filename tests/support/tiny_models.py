@@ -159,7 +159,9 @@ def tiny_tensors(config: dict[str, Any], *, seed: int = 0, head: str = "auto") -
         if gemma:
             norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
         for norm in norms:
-            out.draw(f"{layer}.{norm}.weight", hidden, std=0.2, mean=gain)
+            # Gemma's post-norms set how much a sub-layer adds to the scaled embedding.
+            loud = gemma and norm in ("post_attention_layernorm", "post_feedforward_layernorm")
+            out.draw(f"{layer}.{norm}.weight", hidden, std=0.2, mean=6.0 if loud else gain)
         attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
         if arch == "phi3":
             out.linear(f"{attention}.qkv_proj", (heads + 2 * kv_heads) * head_dim, hidden)

@@ -114,6 +114,7 @@ BPE_STYLES: Mapping[str, BPEStyle] = {
         eos="</s>",
         pad="<pad>",
         add_bos=True,
+        ignore_merges=True,
         special_first=True,
         chat_template=_MISTRAL,
     ),
@@ -157,9 +158,12 @@ class SPMStyle:
     control: tuple[str, ...] = ()
     added_special: tuple[str, ...] = ()
     """Added tokens beyond tokenizer.model, as Phi-3 has them."""
+    rstrip: tuple[str, ...] = ()
+    """Tokens that swallow the white space after them."""
     eot: str | None = None
     add_bos: bool = True
-    tokenizer_class: str = "LlamaTokenizer"
+    tokenizer_class: str = "PreTrainedTokenizerFast"
+    """transformers 5 rebuilds LlamaTokenizer's splitting; this class takes tokenizer.json as it is."""
     chat_template: str | None = None
 
 
@@ -184,6 +188,7 @@ SPM_STYLES: Mapping[str, SPMStyle] = {
         eos="<|endoftext|>",
         pad="<|endoftext|>",
         added_special=("<|endoftext|>", "<|assistant|>", "<|end|>", "<|system|>", "<|user|>"),
+        rstrip=("</s>", "<|assistant|>", "<|end|>", "<|system|>", "<|user|>"),
         eot="<|end|>",
         add_bos=False,
         chat_template=_PHI3,

@@ -44,13 +44,14 @@ def _json_bytes(value: Any) -> bytes:
     return (json.dumps(value, ensure_ascii=False, indent=1) + "\n").encode("utf-8")
 
 
-def added_entry(token_id: int, content: str, special: bool) -> dict[str, Any]:
+def added_entry(token_id: int, content: str, special: bool, rstrip: bool = False) -> dict[str, Any]:
+    """One entry of tokenizer.json's added_tokens."""
     return {
         "id": token_id,
         "content": content,
         "single_word": False,
         "lstrip": False,
-        "rstrip": False,
+        "rstrip": rstrip,
         "normalized": False,
         "special": special,
     }
@@ -334,11 +335,11 @@ def _make_spm(name: str, chat_template: Any, extra: Sequence[tuple[str, bool]]) 
             (text, processor.get_score(index), text not in special and not processor.is_byte(index))
         )
         if text in special:
-            entries.append(added_entry(index, text, True))
+            entries.append(added_entry(index, text, True, text in style.rstrip))
     for text, is_special in [*((text, True) for text in style.added_special), *extra]:
         if text not in {entry["content"] for entry in entries}:
             used = max(len(pieces), max(entry["id"] for entry in entries) + 1)
-            entries.append(added_entry(used, text, is_special))
+            entries.append(added_entry(used, text, is_special, text in style.rstrip))
     ids = {entry["content"]: entry["id"] for entry in entries}
     size = max(len(pieces), max(ids.values()) + 1)
     bos = (style.bos, ids[style.bos]) if style.add_bos else None
