@@ -30,7 +30,7 @@ class BpeTokenizer(SharedTokenizer):
 
     def _encode_text(self, text: str, parse_special: bool) -> list[int]:
         if parse_special:
-            return self._pipeline.encode(text, add_special_tokens=False).ids
+            return list(self._pipeline.encode(text, add_special_tokens=False).ids)
         return self._encode_run([LiteralText(text)], True)
 
     def _encode_run(self, parts: Sequence[str | LiteralText], first: bool) -> list[int]:
@@ -64,7 +64,7 @@ class BpeTokenizer(SharedTokenizer):
             if self._literal is None:
                 from tokenizers import AddedToken, Tokenizer
 
-                pipeline = Tokenizer(self._pipeline.model)
+                pipeline: Any = Tokenizer(self._pipeline.model)
                 if self._pipeline.normalizer is not None:
                     pipeline.normalizer = self._pipeline.normalizer
                 if self._pipeline.pre_tokenizer is not None:

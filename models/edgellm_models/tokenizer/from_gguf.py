@@ -197,9 +197,9 @@ def _add_special_tokens(pipeline: Any, vocabulary: Vocabulary) -> None:
 def _sentencepiece(metadata: Mapping[str, Any]) -> SentencePieceTokenizer:
     texts: list[str] = _column(metadata, "tokens", str, MAX_VOCABULARY)
     scores: list[float] = _column(metadata, "scores", float, MAX_VOCABULARY, len(texts))
-    bad = next((i for i, score in enumerate(scores) if score != score), None)
+    bad = next((i for i, score in enumerate(scores) if not -3e38 < score < 3e38), None)
     if bad is not None:
-        raise BadInputError(f"tokenizer.ggml.scores[{bad}] is not a number")
+        raise BadInputError(f"tokenizer.ggml.scores[{bad}] is {scores[bad]!r}, not a finite number")
     kinds = _kinds(metadata, len(texts))
     check_byte_tokens(texts, kinds)
     vocabulary = sentencepiece_vocabulary(texts, kinds)
@@ -230,7 +230,7 @@ _TYPE_OF_KIND = {kind: number for number, kind in KIND_OF_TYPE.items()}
 def _phi3_rstrip(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> list[int]:
     """Phi-3's special tokens swallow white space after them; GGUF cannot say so, hence llama.cpp knows it by name."""
     name = str(metadata.get("general.name", "")).lower()
-    if metadata.get("general.architecture") != "phi3" and not ("phi-3" in name or "phi3" in name):
+    if "phi-3" not in name and "phi3" not in name:
         return []
     keeping = {"<unk>", "<s>", "<|endoftext|>"}
     return [

@@ -103,9 +103,9 @@ def _added_tokens(folder: Path) -> dict[int, tuple[str, bool, bool]]:
             added[token_id] = (text, False, False)
     declared = read_json_object(folder / "tokenizer_config.json").get("added_tokens_decoder")
     for key, value in declared.items() if isinstance(declared, dict) else ():
-        text = token_string(value)
-        if text is not None and str(key).isdecimal() and isinstance(value, dict):
-            added[int(key)] = (text, value.get("special") is True, value.get("rstrip") is True)
+        content = token_string(value)
+        if content is not None and str(key).isdecimal() and isinstance(value, dict):
+            added[int(key)] = (content, value.get("special") is True, value.get("rstrip") is True)
     for token_id in added:
         if not 0 <= token_id < MAX_VOCABULARY:
             raise BadInputError(f"{folder}: the added token {added[token_id][0]!r} has the id {token_id}")

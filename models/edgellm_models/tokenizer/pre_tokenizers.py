@@ -35,12 +35,6 @@ def _o200k(suffix: str, digits: str) -> str:
 
 
 _ASCII_PUNCTUATION = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
-_DEEPSEEK_LETTERS = (
-    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώ"
-    "ᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ"
-    "𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
-)
-
 
 @dataclass(frozen=True)
 class PreTokenizer:
@@ -97,17 +91,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "tekken": PreTokenizer((_o200k("", r"\p{N}"),), ignore_merges=True, add_bos=True),
     "gpt-4o": PreTokenizer((_o200k(_CONTRACTIONS + "?", r"\p{N}{1,3}"),)),
     "llama4": PreTokenizer((_o200k(_CONTRACTIONS + "?", r"\p{N}{1,3}"),)),
-    "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
-    "deepseek-llm": PreTokenizer(
-        (
-            r"[\r\n]",
-            rf"\s?[{_DEEPSEEK_LETTERS}]+",
-            r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
-            r"\s+$",
-            r"[一-龥ࠀ-一가-퟿]+",
-            r"\p{N}+",
-        )
-    ),
+    "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
     "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
     "deepseek-v3": PreTokenizer(
         (

@@ -31,12 +31,11 @@ _GGUF_KEYS = {
 
 def _checked(name: str, value: object, where: str) -> float | int:
     holds, rule = _RULES[name]
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or not holds(value):  # type: ignore[arg-type]
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         raise BadInputError(f"{where} must be {rule}, not {value!r}")
-    if name == "top_k":
-        return max(0, int(value))  # type: ignore[call-overload]
-    return float(value)  # type: ignore[arg-type]
+    if not holds(value):
+        raise BadInputError(f"{where} must be {rule}, not {value!r}")
+    return max(0, int(value)) if name == "top_k" else float(value)
 
 
 def sampling_from_hf(folder: Path) -> dict[str, float | int]:

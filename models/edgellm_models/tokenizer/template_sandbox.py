@@ -87,7 +87,7 @@ class Budget:
             elif isinstance(item, list | tuple | set | frozenset):
                 stack.extend(item)
             elif isinstance(item, jinja2.utils.Namespace):
-                stack.append(item._Namespace__attrs)  # type: ignore[attr-defined]
+                stack.append(item._Namespace__attrs)
             total += 1
             if total + len(stack) > self._unfolded:
                 raise TemplateLimitError(f"it builds a value of more than {MAX_UNFOLDED} items")
@@ -258,7 +258,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         return _instrument(super()._parse(source, name, filename))
 
-    def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
         budget = _budget.get()
         budget.tick()
         owner = getattr(function, "__self__", None)
@@ -358,7 +358,7 @@ def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
 # --- the syntax tree ------------------------------------------------------------------------------------------
 
 
-def _hook(name: str, arguments: list[nodes.Expr], line: int) -> nodes.Call:
+def _hook(name: str, arguments: list[Any], line: int) -> nodes.Call:
     return nodes.Call(nodes.EnvironmentAttribute(name), arguments, [], None, None, lineno=line)
 
 
