@@ -75,16 +75,21 @@ def fetch_hub_files(
 
 
 def _list(worker: _Worker, source: HubSource, transfer: Transfer) -> dict[str, Any]:
-    """The worker's list of files; offline, what the hub's cache on this machine holds."""
+    """The worker's list of files; where the hub cannot be reached, what its cache on this machine holds."""
     order = {"repo": source.repo, "revision": source.revision}
-    for operation in ("list", "list_cached"):
-        worker.send(op=operation, **order)
+    try:
+        worker.send(op="list", **order)
+        return _files_event(worker, source, transfer)
+    except _OfflineError as unreachable:
+        worker.send(op="list_cached", **order)
         try:
-            return next(event for event in worker.events(transfer, source) if event["event"] == "files")
-        except _Offline:
-            if operation == "list_cached":
-                raise
-    raise AssertionError("unreachable")
+            return _files_event(worker, source, transfer)
+        except TransferError:
+            raise unreachable from None
+
+
+def _files_event(worker: _Worker, source: HubSource, transfer: Transfer) -> dict[str, Any]:
+    return next(event for event in worker.events(transfer, source) if event["event"] == "files")
 
 
 def _sizes(source: HubSource, choice: Choice) -> list[int]:
@@ -158,8 +163,8 @@ def _verified(file: RemoteFile, size: int, path: Path, transfer: Transfer) -> St
     return StoredFile(file.name, size, sha256)
 
 
-class _Offline(TransferError):
-    """HF_HUB_OFFLINE is set, or nothing answers, and the local cache has no such model."""
+class _OfflineError(TransferError):
+    """HF_HUB_OFFLINE is set, or nothing answers."""
 
 
 class _Worker:
@@ -259,7 +264,9 @@ def _error(kind: str, message: str, source: HubSource) -> EdgeLLMError:
     if kind == "not_found":
         return NotFoundError(f"the hub has no {source.label}{_nearest_repo(repo)} ({message})")
     if kind == "offline":
-        return _Offline(f"the hub cannot be asked and {source.label} is not in its local cache ({message})")
+        return _OfflineError(f"HF_HUB_OFFLINE is set and {source.label} is not in the hub's local cache")
+    if kind == "network":
+        return _OfflineError(f"fetching {source.label} failed: {message}; {RESUME}")
     if kind == "rate_limited":
         return TransferError(
             f"the hub asks to slow down: {message}; a token (HF_TOKEN) has a higher limit; {RESUME}"

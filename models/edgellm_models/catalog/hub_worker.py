@@ -21,6 +21,8 @@ from typing import Any
 
 ATTEMPTS_WITHOUT_PROGRESS = 5
 LONGEST_WAIT_S = 300.0
+PIECE_BYTES = 64 << 10
+"""What a cut can lose. The library keeps 10 MB in memory until they are whole: a lot on a slow line."""
 REPORT_S = 0.1
 _TRANSIENT = (408, 429, 500, 502, 503, 504)
 
@@ -205,6 +207,9 @@ def with_retries(call: Any) -> Any:
 
 
 def is_transient(error: BaseException) -> bool:
+    names = {base.__name__ for base in type(error).__mro__}
+    if "OfflineModeIsEnabled" in names:
+        return False
     status = status_of(error)
     if status is not None:
         return status in _TRANSIENT
@@ -214,7 +219,6 @@ def is_transient(error: BaseException) -> bool:
         and not isinstance(error, ConnectionError | TimeoutError)
     ):
         return False
-    names = {base.__name__ for base in type(error).__mro__}
     # By name: the HTTP library under huggingface_hub changes between its major versions.
     known = {
         "TransportError",
@@ -257,10 +261,10 @@ def describe(error: BaseException) -> dict[str, Any]:
     elif status in (401, 403) or "LocalTokenNotFoundError" in names:
         # The hub answers 401 for repositories that do not exist, too, and the library calls that "not found".
         kind = "gated" if status == 403 else "not_found_or_private"
-    elif "RevisionNotFoundError" in names or "EntryNotFoundError" in names or status == 404:
-        kind = "not_found"
     elif "OfflineModeIsEnabled" in names or "LocalEntryNotFoundError" in names:
         kind = "offline"
+    elif "RevisionNotFoundError" in names or "EntryNotFoundError" in names or status == 404:
+        kind = "not_found"
     elif status == 429:
         kind = "rate_limited"
         message += f" (Retry-After {retry_after(error):g} s)" if retry_after(error) is not None else ""
@@ -282,11 +286,14 @@ def read_orders(orders: queue.Queue[dict[str, Any]]) -> None:
 
 
 def main() -> None:
+    from huggingface_hub import constants
+
     orders: queue.Queue[dict[str, Any]] = queue.Queue()
     threading.Thread(target=read_orders, args=(orders,), daemon=True).start()
     logger = logging.getLogger("huggingface_hub")
     logger.handlers[:] = [LogForwarder()]
     logger.propagate = False
+    constants.DOWNLOAD_CHUNK_SIZE = PIECE_BYTES
     operations = {"list": list_files, "list_cached": list_cached, "fetch": fetch}
     while True:
         order = orders.get()
