@@ -121,7 +121,7 @@ def split_words(words: tuple[str, ...], *, model_named: bool) -> tuple[str | Non
 
 def names_a_model(word: str) -> bool:
     """Whether a single word is a model rather than a prompt: a catalog name, hf:..., a GGUF file, a model's
-    folder.
+    folder. A .gguf that does not exist counts, so that a typing error never becomes a prompt.
     """
     from pathlib import Path
 
@@ -132,7 +132,9 @@ def names_a_model(word: str) -> bool:
         return True
     try:
         path = Path(word).expanduser()
-        return (path.suffix == ".gguf" and path.is_file()) or (path / "config.json").is_file()
+        return (path.suffix == ".gguf" and not any(map(str.isspace, word))) or (
+            path / "config.json"
+        ).is_file()
     except (OSError, ValueError, RuntimeError):
         return False
 

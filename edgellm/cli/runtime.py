@@ -17,8 +17,6 @@ from edgellm.contracts import ModelInfo
 from edgellm_models.errors import BadInputError, Notice, ResourceError
 
 if TYPE_CHECKING:
-    from edgellm_models.tokenizer.chat_template import ChatTemplates
-
     from edgellm.client.local_client import LocalClient
     from edgellm.config import ResolvedConfig
     from edgellm.engine.async_engine import AsyncEngine
@@ -26,6 +24,7 @@ if TYPE_CHECKING:
     from edgellm_models.checkpoint.reader import Checkpoint
     from edgellm_models.network.spec import ModelSpec
     from edgellm_models.tokenizer.base import Tokenizer
+    from edgellm_models.tokenizer.chat_template import ChatTemplates
 
 OnNotice = Callable[[Notice], None]
 
@@ -64,13 +63,16 @@ class Runtime:
             self._service = AsyncEngine(self.core)
         return self._service
 
-    def client(self) -> LocalClient:
-        """A conversation partner over this model's engine."""
+    def client(self, *, plain_fallback: bool = False) -> LocalClient:
+        """A conversation partner over this model's engine.
+
+        BadInputError for a base model without a chat template, unless ``plain_fallback``.
+        """
         from edgellm.client.local_client import LocalClient
 
         templates = self.load_templates()
         info = replace(self.info, has_chat_template=templates is not None)
-        return LocalClient(self.engine, self.tokenizer, templates, info)
+        return LocalClient(self.engine, self.tokenizer, templates, info, plain_fallback=plain_fallback)
 
     def close(self) -> None:
         """Stops the engine thread; what is open is cancelled."""

@@ -36,11 +36,15 @@ def top_k(scores: torch.Tensor, k: int) -> torch.Tensor:
     return keep_best(scores, k if k > 0 else scores.numel())
 
 
-def top_p(scores: torch.Tensor, p: float) -> torch.Tensor:
-    """The fewest most likely tokens whose probabilities reach p (arXiv 1904.09751). 1 is off."""
+def top_p(scores: torch.Tensor, p: float, log_total: torch.Tensor | None = None) -> torch.Tensor:
+    """The fewest most likely tokens whose probabilities reach p (arXiv 1904.09751). 1 is off.
+
+    ``log_total`` is the logsumexp that makes scores probabilities, where ``scores`` are only the best of all.
+    """
     if p >= 1:
         return torch.ones_like(scores, dtype=torch.bool)
-    log_total = torch.logsumexp(scores, 0)
+    if log_total is None:
+        log_total = torch.logsumexp(scores, 0)
     size = min(_HEAD, scores.numel())
     while True:
         best = torch.topk(scores, size).values

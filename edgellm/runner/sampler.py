@@ -49,15 +49,23 @@ def candidates(logits: torch.Tensor, state: SamplerState) -> tuple[torch.Tensor,
     sampling = state.sampling
     # Relative to the best, so that no temperature, however small, overflows: the best score is 0.
     scores = (logits - logits.max()) / sampling.temperature
-    ids = torch.nonzero(torch.isfinite(scores)).squeeze(1)
-    scores = scores[ids]
-    keep = filters.top_k(scores, sampling.top_k)
+    ids = torch.arange(scores.numel(), device=scores.device)
+    keep = torch.isfinite(scores)
+    if sampling.top_k > 0:
+        keep &= filters.top_k(scores, sampling.top_k)
     ids, scores = ids[keep], scores[keep]
-    keep = filters.typical(scores, sampling.typical_p)
-    ids, scores = ids[keep], scores[keep]
-    keep = filters.top_p(scores, sampling.top_p)
-    ids, scores = ids[keep], scores[keep]
+    if sampling.typical_p < 1:
+        keep = filters.typical(scores, sampling.typical_p)
+        ids, scores = ids[keep], scores[keep]
+    if sampling.top_p >= 1:
+        keep = filters.min_p(scores, sampling.min_p)
+        return ids[keep], scores[keep]
+    # min-p looks at nothing but the best token, which top-p never removes, so it may come first, where it
+    # leaves top-p little to rank; the nucleus is still one of the whole mass.
+    log_total = torch.logsumexp(scores, 0)
     keep = filters.min_p(scores, sampling.min_p)
+    ids, scores = ids[keep], scores[keep]
+    keep = filters.top_p(scores, sampling.top_p, log_total)
     return ids[keep], scores[keep]
 
 

@@ -96,7 +96,13 @@ def test_words_are_model_and_prompt(model: Path, monkeypatch: pytest.MonkeyPatch
 def test_what_looks_like_no_model_is_a_prompt(tmp_path: Path) -> None:
     for word in ("hello", "and/or", "x" * 5000, "a\0b", "~nobody/x", str(tmp_path), __file__):
         assert not names_a_model(word)
-    assert names_a_model("hf:owner/repo")
+    assert names_a_model("hf:owner/repo") and names_a_model("no/such.gguf")
+    assert not names_a_model("what is a .gguf")
+
+
+def test_a_missing_file_is_exit_66(complete: Any) -> None:
+    result = complete("no/such.gguf", stdin=b"a prompt")
+    assert result.code == 66 and "no/such.gguf" in result.err and result.out == ""
 
 
 @pytest.mark.parametrize("text", ["5", "=1", "a=1", "5=", "5=x", "5=nan=1"])

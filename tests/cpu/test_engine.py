@@ -13,9 +13,8 @@ from edgellm.cache.kv_storage import allocate_storage, kv_bytes, kv_dtype, large
 from edgellm.contracts import FinishReason, GenerationRequest, PlannedSequence, SamplingParams
 from edgellm.runner.batch_builder import build_batch
 from edgellm_models.errors import BadInputError
-from edgellm_models.network.spec import LayerSpec, ModelSpec, RopeSpec
 from tests.support.bigram import bigram_gguf, make_bigram
-from tests.support.engines import LoadedEngine, Result, load_engine, run_all, run_one
+from tests.support.engines import LoadedEngine, Result, load_engine, run_all, run_one, spec_of
 from tests.support.real_models import real_model
 from tests.support.tiny_models import make_tiny
 from tests.support.transformers_oracle import greedy, transformers_model
@@ -117,6 +116,16 @@ def test_greedy_ids_are_transformers(tmp_path: Path, arch: str) -> None:
         result = run_one(loaded, ids, sampling)
         count = ties.index(True) if True in ties else 40
         assert count > 5 and result.token_ids[:count] == expected[:count]
+
+
+@pytest.mark.parametrize("kv", ["f16", "bf16"])
+def test_a_cache_of_half_precision_answers_alike(tiny: Path, kv: str) -> None:
+    """Where the f32 cache leaves a wide margin the ids are the same; some must be, or the cache is not read
+    right.
+    """
+    exact = run_one(load_engine(tiny, context=128), [5, 6, 7, 8] * 9, greedy_for(20)).token_ids
+    half = run_one(load_engine(tiny, context=128, kv=kv), [5, 6, 7, 8] * 9, greedy_for(20)).token_ids
+    assert half[:3] == exact[:3]
 
 
 # --- seeds and settings ---
@@ -240,25 +249,6 @@ def test_a_plan_becomes_tensors() -> None:
     assert full.key_lengths.tolist() == [8, 9]
     assert window.block_table.tolist() == [[9], [6]] and window.block_positions.tolist() == [[4], [8]]
     assert window.slot_mapping.tolist() == [37, 38, 39, 24]
-
-
-def spec_of(windows: list[int | None], kv_heads: int, head_dim: int, context: int) -> ModelSpec:
-    return ModelSpec(
-        architecture="llama",
-        num_layers=len(windows),
-        hidden_size=64,
-        num_heads=kv_heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        ffn_size=64,
-        vocab_size=100,
-        context_length=context,
-        rms_eps=1e-5,
-        activation="silu",
-        layers=tuple(LayerSpec(window, 0) for window in windows),
-        ropes=(RopeSpec(1e4, head_dim),),
-        query_scale=1.0,
-    )
 
 
 def test_cache_sizes_are_the_worked_numbers() -> None:

@@ -12,6 +12,7 @@ from edgellm.engine.engine import Engine
 from edgellm.runner.model_runner import ModelRunner
 from edgellm_models.checkpoint import open_checkpoint
 from edgellm_models.network.build import build_decoder
+from edgellm_models.network.spec import LayerSpec, ModelSpec, RopeSpec
 from edgellm_models.tokenizer import load_tokenizer
 from edgellm_models.tokenizer.base import Tokenizer
 from edgellm_models.tokenizer.stream_decoder import StreamDecoder
@@ -78,3 +79,23 @@ def run_one(loaded: LoadedEngine, prompt: str | Sequence[int], sampling: Samplin
     """One answer to a text or to ids."""
     ids = loaded.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
     return run_all(loaded.engine, [GenerationRequest("one", tuple(ids), sampling)])[0]
+
+
+def spec_of(windows: list[int | None], kv_heads: int, head_dim: int, context: int) -> ModelSpec:
+    """A llama-like spec for sizes: one layer per window."""
+    return ModelSpec(
+        architecture="llama",
+        num_layers=len(windows),
+        hidden_size=64,
+        num_heads=kv_heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn_size=64,
+        vocab_size=100,
+        context_length=context,
+        rms_eps=1e-5,
+        activation="silu",
+        layers=tuple(LayerSpec(window, 0) for window in windows),
+        ropes=(RopeSpec(1e4, head_dim),),
+        query_scale=1.0,
+    )
