@@ -127,4 +127,6 @@ def check_context(chat: EncodedChat, context_length: int) -> None:
 
 def count_tokens(encoder: ChatEncoder, messages: Sequence[ChatMessage]) -> int:
     """Tokens of the prompt that these messages make, the generation prompt included."""
-    return len(encoder.encode([template_message(message) for message in messages]).token_ids) if messages else 0
+    return (
+        len(encoder.encode([template_message(message) for message in messages]).token_ids) if messages else 0
+    )

@@ -19,9 +19,7 @@ LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
-QWEN2 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN35 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -113,7 +111,17 @@ def test_ids_equal_the_published_pipeline(name: str) -> None:
 def test_the_families_differ_on_the_corpus() -> None:
     """Guards the test above: a corpus on which two families agree could not tell them apart."""
     seen: dict[tuple[int, ...], str] = {}
-    for name in ("gpt-2", "smollm", "llama-bpe", "qwen2", "qwen35", "tekken", "gpt-4o", "deepseek-coder", "deepseek-v3"):
+    for name in (
+        "gpt-2",
+        "smollm",
+        "llama-bpe",
+        "qwen2",
+        "qwen35",
+        "tekken",
+        "gpt-4o",
+        "deepseek-coder",
+        "deepseek-v3",
+    ):
         ours = load_tokenizer(Path("x.gguf"), "gguf", bpe_fields(name))
         ids = tuple(i for text in corpus_blocks() for i in ours.encode(text, add_special=False))
         assert ids not in seen, f"{name} and {seen[ids]} cut the corpus alike"

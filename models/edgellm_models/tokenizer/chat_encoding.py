@@ -110,7 +110,9 @@ class ChatEncoder:
         )
         plain = self.templates.render_prepared(masked, add_generation_prompt, **variables)
         if remembered:
-            spliced, text = self._spliced(masked, plain, remembered, stand_ins, add_generation_prompt, variables)
+            spliced, text = self._spliced(
+                masked, plain, remembered, stand_ins, add_generation_prompt, variables
+            )
         else:
             spliced, text = masked, plain
         ids = self.tokenizer.encode_parts(stand_ins.split(text))
@@ -231,7 +233,8 @@ def _masked(value: Any, finder: SpecialFinder, stand_ins: _StandIns) -> Any:
         if all(isinstance(part, str) for part in parts):
             return value
         return "".join(
-            part if isinstance(part, str) else stand_ins.add(LiteralText(part.text), part.text) for part in parts
+            part if isinstance(part, str) else stand_ins.add(LiteralText(part.text), part.text)
+            for part in parts
         )
     if isinstance(value, Mapping):
         return {key: _masked(item, finder, stand_ins) for key, item in value.items()}

@@ -35,7 +35,9 @@ class PreparedChat:
 class ChatTemplates:
     """Named jinja templates and the special token strings they may name. Immutable, for any number of threads."""
 
-    def __init__(self, templates: Mapping[str, str], special_strings: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, templates: Mapping[str, str], special_strings: Mapping[str, str] | None = None
+    ) -> None:
         """``templates`` by name (``default``, ``tool_use`` ...), ``special_strings`` by name (``bos_token`` ...)."""
         if not templates:
             raise BadInputError("there is no chat template")
@@ -60,7 +62,8 @@ class ChatTemplates:
         if len(self.templates) == 1:
             return next(iter(self.templates))
         raise BadInputError(
-            "the model has several chat templates and none is called default: " + ", ".join(sorted(self.templates))
+            "the model has several chat templates and none is called default: "
+            + ", ".join(sorted(self.templates))
         )
 
     def traits(self, name: str) -> TemplateTraits:

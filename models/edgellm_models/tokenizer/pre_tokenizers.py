@@ -36,6 +36,7 @@ def _o200k(suffix: str, digits: str) -> str:
 
 _ASCII_PUNCTUATION = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
 
+
 @dataclass(frozen=True)
 class PreTokenizer:
     """One published way to cut a text."""

@@ -75,7 +75,9 @@ def _checked_parts(parts: Sequence[Any], role: str) -> list[dict[str, Any]]:
             )
         text = part.get("text")
         if not isinstance(text, str):
-            raise BadInputError(f"a text part (in a {role} message) must have a string as its text, not {text!r}")
+            raise BadInputError(
+                f"a text part (in a {role} message) must have a string as its text, not {text!r}"
+            )
         checked.append({"type": "text", "text": text})
     return checked
 

@@ -142,7 +142,9 @@ class _Namespace(jinja2.utils.Namespace):
     @staticmethod
     def _check(name: object) -> None:
         if isinstance(name, str) and name.startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name!r}: it begins with an underscore")
+            raise jinja2.exceptions.SecurityError(
+                f"a namespace cannot hold {name!r}: it begins with an underscore"
+            )
 
 
 class _DictType:
@@ -178,7 +180,9 @@ def _tojson(
     step = indent if isinstance(indent, int) else len(indent or "")
     if step * size > MAX_MADE_CHARS:
         raise TemplateLimitError("a JSON indent is too wide")
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _check_numbers(values: Any) -> None:
@@ -341,7 +345,17 @@ def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
             _check_format(str(value), rest)
         elif name == "replace" and len(rest) >= 2:
             budget.spend(_replace_size(value, rest[0], rest[1]))
-        elif name in ("join", "string", "list", "pprint", "urlencode", "xmlattr", "escape", "e", "forceescape"):
+        elif name in (
+            "join",
+            "string",
+            "list",
+            "pprint",
+            "urlencode",
+            "xmlattr",
+            "escape",
+            "e",
+            "forceescape",
+        ):
             separator = str(rest[0]) if name == "join" and rest else ""
             if isinstance(value, list | tuple | Mapping):
                 budget.spend(budget.unfolded(value) + len(separator) * len(value))
