@@ -308,14 +308,16 @@ def _prepends_space(tokenizer: Mapping[str, Any]) -> bool:
 
 
 def _adds_tokens(files: TokenizerFiles, ids: Mapping[str, int]) -> tuple[bool, bool]:
-    """(adds BOS, adds EOS) by tokenizer.json's post-processor, else by the flags, else by the family."""
-    post = files.tokenizer.get("post_processor")
-    template = _template_of(post)
-    if template is not None:
-        return bool(template and template[0] in ids), bool(len(template) > 1 and template[-1] in ids)
-    byte_level = bool(files.tokenizer) and _is_byte_level(files.tokenizer)
+    """(adds BOS, adds EOS).
+
+    tokenizer.json's post-processor is the whole truth where that file is, as in transformers 5; the flags of
+    tokenizer_config.json count for a tokenizer.model alone.
+    """
+    if files.tokenizer:
+        template = _template_of(files.tokenizer.get("post_processor")) or [""]
+        return template[0] in ids, len(template) > 1 and template[-1] in ids
     bos, eos = files.config.get("add_bos_token"), files.config.get("add_eos_token")
-    return (bos if isinstance(bos, bool) else not byte_level), (eos if isinstance(eos, bool) else False)
+    return (bos if isinstance(bos, bool) else True), (eos if isinstance(eos, bool) else False)
 
 
 def _template_of(post: Any) -> list[str] | None:
