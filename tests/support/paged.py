@@ -48,9 +48,16 @@ class PagedRun:
         """Per sequence and group: block index -> block id."""
 
     def step(
-        self, chunks: Sequence[tuple[str, Sequence[int]]], *, rope_lengths: Sequence[int] | None = None
+        self,
+        chunks: Sequence[tuple[str, Sequence[int]]],
+        *,
+        rope_lengths: Sequence[int] | None = None,
+        last: int | None = None,
     ) -> list[torch.Tensor]:
-        """Append tokens to named sequences, all in one batch; logits [tokens, vocab] of each chunk."""
+        """Append tokens to named sequences, all in one batch; logits [tokens, vocab] of each chunk.
+
+        ``last`` asks only for the logits of so many last tokens of each chunk.
+        """
         for name, _ in chunks:
             self.lengths.setdefault(name, 0)
             self.tables.setdefault(name, [{} for _ in self.windows])
@@ -59,12 +66,15 @@ class PagedRun:
         for name, ids in chunks:
             positions += range(self.lengths[name], self.lengths[name] + len(ids))
             starts.append(len(positions))
+        wanted = [len(ids) if last is None else min(last, len(ids)) for _, ids in chunks]
         groups = tuple(self._group(g, chunks) for g in range(len(self.windows)))
         batch = ForwardBatch(
             token_ids=torch.tensor([token for _, ids in chunks for token in ids], dtype=torch.int64),
             positions=torch.tensor(positions, dtype=torch.int64),
             query_starts=torch.tensor(starts, dtype=torch.int32),
-            logit_rows=torch.arange(len(positions)),
+            logit_rows=torch.cat(
+                [torch.arange(end - n, end) for end, n in zip(starts[1:], wanted, strict=True)]
+            ),
             max_query=max(len(ids) for _, ids in chunks),
             max_key=max(self.lengths[name] + len(ids) for name, ids in chunks),
             groups=groups,
@@ -73,7 +83,7 @@ class PagedRun:
         logits = self.decoder.forward(batch, self.storages)
         for name, ids in chunks:
             self.lengths[name] += len(ids)
-        return list(logits.split([len(ids) for _, ids in chunks]))
+        return list(logits.split(wanted))
 
     def _group(self, group: int, chunks: Sequence[tuple[str, Sequence[int]]]) -> GroupTables:
         window, size = self.windows[group], self.block_size

@@ -1,7 +1,7 @@
 """The independent answer: a GGUF's weights, decoded by gguf, in the family's transformers class in f32.
 
-Shares no code with the project: metadata and blocks are read with the gguf package, names and the row order of
-q and k follow llama.cpp's converter.
+Shares no code with the project: metadata and blocks are read with the gguf package, names and the row order
+of q and k follow llama.cpp's converter.
 """
 
 from __future__ import annotations

@@ -137,6 +137,7 @@ class _Loader:
         itemsize = self.kernels.dtype.itemsize
         self._expect("token_embd.weight", table)
         self._expect("output_norm.weight", (spec.hidden_size,))
+        # The head is decoded whole, tied or not; of an untied embedding only rows are.
         total = table[0] * table[1] * itemsize
         if not spec.tied_embeddings:
             self._expect("output.weight", table)
