@@ -21,6 +21,13 @@ class LlamaCppError(Exception):
     """llama.cpp could not load the file or died; the message ends with its log."""
 
 
+def require_llama_cpp() -> None:
+    """Skip the test where llama.cpp is not installed; in CI a missing judge is a failure."""
+    from tests.support.oracles import require_oracle
+
+    require_oracle("xllamacpp")
+
+
 class LlamaCpp:
     """A GGUF file loaded by llama.cpp on the CPU: one thread, f32 KV, no flash attention, no warm-up."""
 
