@@ -9,7 +9,7 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ def alternate(
     return statistics.median(mine), statistics.median(peer), [b / a for a, b in zip(mine, peer, strict=True)]
 
 
-def record(script: str, figures: Sequence[Figure]) -> bool:
+def record(script: str, figures: Iterable[Figure]) -> bool:
     """Prints the rows and appends them to docs/benchmarks/<script>.json; true when every promise is met."""
     path = RESULTS / f"{script}.json"
     rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
@@ -81,16 +81,19 @@ def record(script: str, figures: Sequence[Figure]) -> bool:
         "machine": machine(),
         "versions": {name: version(name) for name in ("edgellm", "torch", "transformers", "xllamacpp")},
     }
+    met = True
     for figure in figures:
+        met &= figure.met
         rows.append(asdict(figure) | shared)
         value = f"{figure.value:.4g}" if isinstance(figure.value, float) else str(figure.value)
         peer = f"  [{figure.peer}]" if figure.peer else ""
         print(
             f"{'met ' if figure.met else 'MISS'}  {figure.name}: "
-            f"{value} {figure.unit}  ({figure.promise}){peer}"
+            f"{value} {figure.unit}  ({figure.promise}){peer}",
+            flush=True,
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     temporary.replace(path)
-    return all(figure.met for figure in figures)
+    return met
