@@ -53,7 +53,13 @@ class Setting:
 
     def as_switch(self) -> Switch:
         kind = "|".join(self.choices) if self.kind == "choice" else self.kind
-        return Switch(self.variable, kind, self.meaning, "" if self.default is None else str(self.default))
+        later = [value for value in self.planned if value != "*"]
+        meaning = self.meaning
+        if later:
+            meaning += f" Not in this version: {', '.join(later)}."
+        elif self.planned:
+            meaning += " Other values are not in this version." if self.choices else " Not in this version."
+        return Switch(self.variable, kind, meaning, "" if self.default is None else str(self.default))
 
 
 SETTINGS = (

@@ -41,6 +41,11 @@ SWITCHES = (
         "path",
         "For developers: a folder with NAME.gguf files that tests use instead of a pull.",
     ),
+    Switch(
+        "EDGELLM_TEST_HOME",
+        "path",
+        "For developers: where the tests keep the real models that they pulled, for later runs.",
+    ),
 )
 """Variables that are honoured beside the one that every option has (see config.SETTINGS and the commands)."""
 

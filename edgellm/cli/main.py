@@ -19,7 +19,7 @@ from edgellm.cli.options import EdgeOption
 from edgellm.cli.output import Output, current_output
 from edgellm_models.errors import UsageError
 
-CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+CONTEXT_SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,12 @@ def json_option(function: Any) -> Any:
 
 def model_argument(*, required: bool = False) -> Callable[[Any], Any]:
     """The MODEL argument, as the parameter ``model_name``; without one the setting ``model`` decides."""
-    return click.argument("model_name", metavar="MODEL", required=required, shell_complete=complete_models)
+    return click.argument(
+        "model_name",
+        metavar="MODEL" if required else "[MODEL]",
+        required=required,
+        shell_complete=complete_models,
+    )
 
 
 def resolve_settings(settings: Mapping[str, Any], *, model: str | None = None) -> ResolvedConfig:

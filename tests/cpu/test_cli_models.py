@@ -167,6 +167,7 @@ def test_pull_list_show_and_rm(hub: HubState, isolated_home: Path) -> None:
     assert record["fetched"] is True and Path(record["path"]).is_relative_to(isolated_home)
     assert "pulling hf:acme/tiny:tiny.gguf" in pulled.stderr and "apache-2.0" in pulled.stderr
     assert "\r" not in pulled.stderr and "%" not in pulled.stderr, "progress is for terminals"
+    assert record["licence"] == "apache-2.0"
     assert json.loads(run_edgellm("pull", MODEL, "--json").stdout)["fetched"] is False
     listed = json.loads(run_edgellm("list", "--json").stdout)["models"]
     assert [model["name"] for model in listed if model["pulled"]] == [MODEL]

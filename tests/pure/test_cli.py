@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -35,7 +36,7 @@ from edgellm_models.errors import (
     UnavailableError,
     UsageError,
 )
-from tests.support.command_line import command_environment, run_edgellm
+from tests.support.command_line import SOURCE_ROOTS, command_environment, run_edgellm
 
 HEAVY = {
     "torch",
@@ -440,6 +441,18 @@ def test_the_documents_name_every_variable_and_command() -> None:
         assert f"`{name}`" in env
     for name in COMMANDS:
         assert f"## edgellm {name}" in commands
+
+
+def test_every_variable_in_the_source_is_in_the_table() -> None:
+    """A switch that only its author knows is a switch that nobody can turn off."""
+    from edgellm.cli.reference import all_switches
+
+    known = {switch.name for _, switches in all_switches() for switch in switches}
+    known |= {"EDGELLM_NAME", "EDGELLM_COMPLETE"}  # the rule itself, and Click's own for completion
+    for root in SOURCE_ROOTS:
+        for path in root.glob("edgellm*/**/*.py"):
+            names = set(re.findall(r"EDGELLM_[A-Z][A-Z_]*[A-Z]", path.read_text(encoding="utf-8")))
+            assert names <= known, f"{path}: {sorted(names - known)}"
 
 
 def test_cells_of_the_table_are_escaped() -> None:

@@ -53,7 +53,8 @@ def fetch_hub_files(
         for notice in choice.notices:
             transfer.on_notice(notice)
         if listing.get("licence") and not entry.licence_url:
-            transfer.on_notice(Notice("licence", f"licence of {entry.name}: {listing['licence']}"))
+            transfer.licence = str(listing["licence"])
+            transfer.on_notice(Notice("licence", f"licence of {entry.name}: {transfer.licence}"))
         sizes = _sizes(source, choice)
         _compare_with_catalog(entry, choice, source)
         transfer.total_bytes = sum(sizes)

