@@ -25,6 +25,7 @@ class Output:
         self.quiet = quiet
         self._bar = ""
         self._bar_time = 0.0
+        self._bar_phase = ""
 
     def data(self, text: str) -> None:
         """A line of the command's result."""
@@ -52,13 +53,13 @@ class Output:
         return not self.quiet and is_terminal(sys.stderr) and os.environ.get("TERM") != "dumb"
 
     def progress(self, progress: PullProgress) -> None:
-        """Redraws the line of a pull, at most ten times a second."""
+        """Redraws the line of a pull, at most ten times a second and phase."""
         if not self.shows_progress:
             return
         now = time.monotonic()
-        if now - self._bar_time < 0.1 and progress.done_bytes < progress.total_bytes:
+        if now - self._bar_time < 0.1 and progress.phase == self._bar_phase:
             return
-        self._bar_time = now
+        self._bar_time, self._bar_phase = now, progress.phase
         text = progress_line(progress)
         # Only carriage return and spaces: also right where no escape sequence is understood.
         sys.stderr.write("\r" + text + " " * max(0, len(self._bar) - len(text)))

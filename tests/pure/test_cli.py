@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -352,6 +353,22 @@ def test_progress_is_shown_on_terminals_only(capsys: pytest.CaptureFixture[str])
         "fetching   [##  ]  50%  50.0 of 100.0 MB"
     )
     assert progress_line(PullProgress(500, 0, "s", "connecting")) == "connecting 0.5 kB"
+
+
+def test_progress_is_redrawn_ten_times_a_second_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    output = Output()
+    for phase in ("fetching", "unpacking", "done"):
+        for _ in range(500):
+            output.progress(PullProgress(2, 2, "s", phase))
+    output.end_progress()
+    assert 3 <= terminal.getvalue().count("\r") < 10
+    assert terminal.getvalue().endswith("\n")
 
 
 def test_quiet_drops_what_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
