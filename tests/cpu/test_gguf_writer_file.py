@@ -286,13 +286,13 @@ def test_too_little_space_is_seen_before_writing(tmp_path: Path, monkeypatch: py
         (OSError(errno.ENOSPC, "No space left on device"), OutputError, "no space left"),
         (OSError(errno.EROFS, "Read-only file system"), OutputError, "not permitted"),
         (OSError(errno.EIO, "Input/output error"), OutputError, "Input/output error"),
-        (KeyboardInterrupt(), KeyboardInterrupt, ""),
+        (KeyboardInterrupt(), KeyboardInterrupt, None),
     ],
 )
 def test_a_fault_half_way_leaves_nothing(
     fault: BaseException,
     raised: type[BaseException],
-    words: str,
+    words: str | None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

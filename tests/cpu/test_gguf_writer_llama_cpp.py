@@ -73,18 +73,15 @@ def test_half_precision_files_of_quantizable_models(arch: str, dtype: str, tmp_p
     write_dense_gguf(folder, out, dtype)
     reference = TransformersModel(folder)
     with LlamaCpp(out) as judge:
-        same = 0
         for prompt in PROMPTS:
             ids = reference.encode(prompt)
-            expected = reference.greedy(ids, 1)
-            found = dict(judge.top_logprobs(ids, 20))
+            expected = reference.greedy(ids, 8)
             log_probs = expected.logits[0].log_softmax(-1)
-            close = [
-                abs(log_probs[token_id].item() - value) for token_id, value in found.items() if value > -15
-            ]
-            assert not found or max(close) < (0.4 if dtype == "f16" else 3.0), (prompt[:20], close)
-            same += judge.greedy(ids, 1) == expected.token_ids
-        assert same >= 2
+            off = [abs(log_probs[token_id].item() - found) for token_id, found in judge.top_logprobs(ids)]
+            # Measured: 0.07 and 0.43 where the logits spread over 60.
+            assert max(off, default=0.0) < {"f16": 0.15, "bf16": 1.0}[dtype], prompt[:20]
+            if dtype == "f16":
+                assert_same_until_tie(expected, judge.greedy(ids, 8), prompt[:20], 2e-2)
 
 
 def test_a_window_that_llama_cpp_ignores_is_told_and_right_within_it(tmp_path: Path) -> None:

@@ -266,7 +266,7 @@ def make_bigram(
     ``special`` are control tokens, ``added`` user-defined (shown, matched whole); both may be in a chain.
     ``pieces`` are further vocabulary for prompts. ``more_chains`` start when the prompt ends in their first
     piece. ``encodable`` false leaves out the merges that let text be tokenized into the pieces: long chains
-    stay small. ``dead_layers`` only cost time: about 100 of them bring an eager torch engine to 20 tokens/s.
+    stay small. ``dead_layers`` only cost time: 50 to 100 bring an eager torch engine to about 20 tokens/s.
     ``generation_eos`` are end tokens that only generation_config.json names (field report D11).
     """
     if not chain:
