@@ -17,16 +17,28 @@ from tests.support.tiny_tokenizers import STYLES, make_tokenizer
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 NO_SYSTEM = ("gemma2",)
 
-PAIRS = [(template, talk) for template in TEMPLATES for talk in CONVERSATIONS if (template, talk) != ("gemma2", "system")]
+PAIRS = [
+    (template, talk)
+    for template in TEMPLATES
+    for talk in CONVERSATIONS
+    if (template, talk) != ("gemma2", "system")
+]
 TOOL_PAIRS = ["llama31", "mistral", "qwen25", "qwen3", "features"]
 
 
-def theirs(source: str, messages: list[dict[str, Any]], tools: Any, generation: bool, **variables: Any) -> str:
+def theirs(
+    source: str, messages: list[dict[str, Any]], tools: Any, generation: bool, **variables: Any
+) -> str:
     require_oracle("transformers")
     from transformers.utils.chat_template_utils import render_jinja_template
 
     rendered, _ = render_jinja_template(
-        conversations=[messages], tools=tools, chat_template=source, add_generation_prompt=generation, **SPECIAL, **variables
+        conversations=[messages],
+        tools=tools,
+        chat_template=source,
+        add_generation_prompt=generation,
+        **SPECIAL,
+        **variables,
     )
     return rendered[0]
 
@@ -74,7 +86,9 @@ def test_ids_equal_transformers(tmp_path: Path, style: str, talk: str) -> None:
     ours = load_tokenizer(tmp_path, "safetensors", {})
     got = ChatEncoder(ours, templates).encode(messages)
     judge = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    expected = judge.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
+    expected = judge.apply_chat_template(
+        messages, tokenize=True, add_generation_prompt=True, return_dict=False
+    )
     assert list(got.token_ids) == list(expected)
     if ours.add_bos:
         assert got.token_ids.count(ours.bos_id) == 1
@@ -90,7 +104,9 @@ def test_tokenizer_equals_transformers(tmp_path: Path, style: str) -> None:
     make_tokenizer(style).write(tmp_path)
     ours = load_tokenizer(tmp_path, "safetensors", {})
     judge = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    wrong = [text for text in (*corpus_lines(), *corpus_blocks()) if ours.encode(text) != judge(text)["input_ids"]]
+    wrong = [
+        text for text in (*corpus_lines(), *corpus_blocks()) if ours.encode(text) != judge(text)["input_ids"]
+    ]
     assert not wrong, f"{len(wrong)} differ, first {wrong[0]!r}"
     specials = [ours.token_text(i) for i in sorted(judge.all_special_ids)]
     text = " tail ".join(["", *specials, " two  spaces "])

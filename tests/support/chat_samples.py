@@ -337,7 +337,9 @@ def _talk(*turns: tuple[str, str]) -> list[dict[str, Any]]:
 
 CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "one": _talk((U, "What is the capital of France?")),
-    "spaces": _talk((U, "  keep \n\n my  spaces \t\n"), (A, "\n ok \n"), (U, "and é中文🫠 \\n {{ x }} {% y %}")),
+    "spaces": _talk(
+        (U, "  keep \n\n my  spaces \t\n"), (A, "\n ok \n"), (U, "and é中文🫠 \\n {{ x }} {% y %}")
+    ),
     "system": _talk((S, "Be brief.\n"), (U, "Hi"), (A, "Hello!"), (U, "Bye")),
     "long": _talk(*[(U if i % 2 == 0 else A, f"turn {i} a<b & 'c' \"d\"") for i in range(9)]),
     "think": _talk((U, "2+2?"), (A, "<think>\nadd\n</think>\n\n4"), (U, "3+3?")),
@@ -349,7 +351,11 @@ TOOLS: list[dict[str, Any]] = [
         "function": {
             "name": "weather",
             "description": "Wetter für <Stadt> & 'Land'",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}},
+                "required": ["city"],
+            },
         },
     },
     {"type": "function", "function": {"name": "now", "description": "時刻", "parameters": {}}},
@@ -361,7 +367,11 @@ TOOL_TALK: list[dict[str, Any]] = [
         "role": "assistant",
         "content": "",
         "tool_calls": [
-            {"id": "call12345", "type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich", "n": 1}}}
+            {
+                "id": "call12345",
+                "type": "function",
+                "function": {"name": "weather", "arguments": {"city": "Zürich", "n": 1}},
+            }
         ],
     },
     {"role": "tool", "content": '{"t": 21.5}', "tool_call_id": "call12345", "name": "weather"},

@@ -17,7 +17,7 @@ import functools
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
 from typing import Any
@@ -34,7 +34,7 @@ MAX_SECONDS = 5.0
 MAX_OUTPUT_CHARS = 16_000_000
 MAX_MADE_CHARS = 64_000_000
 """Characters of all strings that one rendering makes on the way, beside what the messages bring."""
-MAX_UNFOLDED = 4_000_000
+MAX_UNFOLDED = 1_000_000
 """Items and characters of one list or dict that a template builds, shared parts counted each time."""
 MAX_NUMBER = 100_000
 """Largest width, count or precision that may be given to a function."""
@@ -265,10 +265,13 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
         budget = _budget.get()
         budget.tick()
-        owner = getattr(function, "__self__", None)
+        # jinja2 wraps str.format, so that the string it belongs to is one step further away.
+        owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)
         if getattr(owner, "__class__", None) is LimitedEnvironment and owner is self:
             return function(*args)  # ours; jinja2's own _loop_vars are of no use to it
         if isinstance(owner, str):
+            if getattr(function, "__name__", "") == "join" and args:
+                args = (_joinable(args[0]), *args[1:])
             _check_string_method(owner, getattr(function, "__name__", ""), [*args, *kwargs.values()])
         result = super().call(context, function, *args, **kwargs)
         return _counted(result, budget)
@@ -324,8 +327,15 @@ def _check_string_method(text: str, name: str, arguments: list[Any]) -> None:
         raise TemplateLimitError("str.translate is not available to templates")
 
 
+def _joinable(items: Any) -> Any:
+    """Items whose sizes can be added up before they are joined: a generator becomes a list."""
+    if isinstance(items, str | list | tuple | Mapping) or not isinstance(items, Iterable):
+        return items
+    return list(_TickingIterable(items, _budget.get()))
+
+
 def _check_join(items: Any, separator: str) -> None:
-    if isinstance(items, list | tuple | Mapping):
+    if isinstance(items, str | list | tuple | Mapping):
         budget = _budget.get()
         budget.spend(sum(map(_length, items)) + len(separator) * len(items))
 
@@ -338,6 +348,8 @@ def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
     def limited(*args: Any, **kwargs: Any) -> Any:
         budget = _budget.get()
         budget.tick()
+        if name == "join" and len(args) > skip:
+            args = (*args[:skip], _joinable(args[skip]), *args[skip + 1 :])
         value, rest = args[skip] if len(args) > skip else None, [*args[skip + 1 :], *kwargs.values()]
         if name not in ("default", "d", "tojson", "format", "replace"):
             _check_numbers(rest)
@@ -360,8 +372,12 @@ def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
             if isinstance(value, list | tuple | Mapping):
                 budget.spend(budget.unfolded(value) + len(separator) * len(value))
         elif name in ("indent", "wordwrap", "urlize", "striptags") and isinstance(value, str):
-            widths = [a if isinstance(a, int) else len(a) for a in rest if isinstance(a, int | str)]
-            budget.spend(len(value) + (value.count("\n") + 1) * max(widths, default=4))
+            widths = [len(a) if isinstance(a, str) else a for a in rest if isinstance(a, str | int)]
+            if name == "wordwrap":
+                widths = [len(a) for a in rest if isinstance(a, str)] or [1]
+            # A wrapped text may break at every character, an indented one grows at every line.
+            lines = len(value) if name == "wordwrap" else value.count("\n") + 1
+            budget.spend(len(value) + lines * max(widths, default=4))
             if name == "urlize" and len(value) > MAX_NUMBER:
                 raise TemplateLimitError("a text is too long for urlize")
         return _counted(function(*args, **kwargs), budget)
