@@ -1,0 +1,167 @@
+"""The application: opens the backend, shows the chat, gives the terminal back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import signal
+import threading
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, ClassVar
+
+from textual.app import App, SystemCommand
+from textual.binding import Binding, BindingType
+from textual.screen import Screen
+
+from edgellm.contracts import ChatBackend
+from edgellm_models.errors import EdgeLLMError, Notice
+from edgellm_tui.messages import ReplyNotice
+from edgellm_tui.screens.chat import ChatScreen
+from edgellm_tui.screens.loading import LoadingScreen
+from edgellm_tui.settings import ChatSettings
+from edgellm_tui.themes import DARK, LIGHT
+
+Opener = Callable[[Callable[[Notice], None]], "ChatBackend | tuple[ChatBackend, ChatSettings]"]
+"""Opens a backend, in a thread of its own; may call its argument with notices meanwhile.
+
+It may also return the settings, where these depend on the model (its own sampling defaults).
+"""
+
+
+class EdgeChat(App[int]):
+    """A chat with a backend that is there, or that ``opener`` brings.
+
+    ``return_code`` after ``run()``: 0 when left by a key (Ctrl+Q, Ctrl+D, Ctrl+C twice), the exit code of the
+    error when the backend could not be opened, 130 when interrupted while opening, 143 after SIGTERM and 129
+    after SIGHUP.
+    """
+
+    CSS_PATH = "app.tcss"
+    TITLE = "edgellm"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("ctrl+c", "interrupt", "Stop, copy or quit", show=False, priority=True),
+    ]
+
+    def __init__(
+        self,
+        backend: ChatBackend | None = None,
+        *,
+        opener: Opener | None = None,
+        model_name: str = "",
+        settings: ChatSettings | None = None,
+        notices: tuple[Notice, ...] = (),
+    ) -> None:
+        if (backend is None) == (opener is None):
+            raise ValueError("EdgeChat needs a backend or an opener, and not both")
+        super().__init__()
+        self._backend = backend
+        self._opener = opener
+        self._model_name = model_name
+        self._settings = settings or ChatSettings()
+        self._notices = list(notices)
+        self._failure_code = 0
+        self.opening = False
+        """The opener is still at work; its thread does not keep the process alive."""
+
+    async def on_mount(self) -> None:
+        self.register_theme(DARK)
+        self.register_theme(LIGHT)
+        self.theme = self._settings.theme if self._settings.theme in self.available_themes else DARK.name
+        self._handle_signals()
+        if self._backend is not None:
+            await self.push_screen(self._chat_screen(self._backend))
+        else:
+            await self.push_screen(LoadingScreen(self._model_name))
+            self._open()
+
+    def _chat_screen(self, backend: ChatBackend) -> ChatScreen:
+        return ChatScreen(backend, self._settings, tuple(self._notices))
+
+    # --- opening ---
+
+    def _open(self) -> None:
+        assert self._opener is not None
+        opener, loop = self._opener, asyncio.get_running_loop()
+        # Screens that are made in a callback need this app's context variables.
+        context = contextvars.copy_context()
+        self.opening = True
+
+        def call(function: Callable[..., object], *arguments: object) -> None:
+            # The screen may have been left while the model was still loading.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(function, *arguments, context=context)
+
+        def work() -> None:
+            try:
+                opened = opener(lambda notice: call(self._opening_notice, notice))
+            except EdgeLLMError as error:
+                call(self._opening_failed, str(error), error.exit_code)
+            except Exception as error:  # Whatever it is, it belongs on the screen, not across it.
+                call(self._opening_failed, f"{type(error).__name__}: {error}", 1)
+            else:
+                call(self._opened, opened)
+
+        # A daemon: whoever leaves while a model loads need not wait for it.
+        threading.Thread(target=work, name="open-backend", daemon=True).start()
+
+    def _opening_notice(self, notice: Notice) -> None:
+        if isinstance(self.screen, LoadingScreen):
+            self._notices.append(notice)
+            self.screen.notice(notice.detail)
+        elif isinstance(self.screen, ChatScreen):
+            self.screen.post_message(ReplyNotice(notice))
+
+    def _opening_failed(self, message: str, exit_code: int) -> None:
+        self.opening = False
+        self._failure_code = exit_code
+        if isinstance(self.screen, LoadingScreen):
+            self.screen.fail(message)
+
+    def _opened(self, opened: ChatBackend | tuple[ChatBackend, ChatSettings]) -> None:
+        self.opening = False
+        if isinstance(opened, tuple):
+            self._backend, self._settings = opened
+        else:
+            self._backend = opened
+        self.switch_screen(self._chat_screen(self._backend))
+
+    # --- leaving ---
+
+    def _handle_signals(self) -> None:
+        """SIGTERM and SIGHUP leave as a key would, so that the terminal is given back."""
+        for name in ("SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)
+            if number is not None:
+                # Not in a thread other than the main one, nor on Windows.
+                with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+                    asyncio.get_running_loop().add_signal_handler(
+                        number, partial(self._leave_by_signal, number)
+                    )
+
+    def _leave_by_signal(self, number: int) -> None:
+        self.exit(return_code=128 + number)
+
+    async def action_interrupt(self) -> None:
+        if isinstance(self.screen, ChatScreen):
+            await self.screen.interrupt()
+        elif self.screen.is_modal:
+            self.screen.dismiss()
+        else:
+            self.exit(return_code=self._failure_code or 130)
+
+    async def action_quit(self) -> None:
+        self.exit(return_code=self._failure_code)
+
+    async def on_unmount(self) -> None:
+        if self._backend is not None:
+            await self._backend.close()
+
+    def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
+        if isinstance(screen, ChatScreen):
+            yield SystemCommand("New chat", "Start over with an empty conversation", screen.action_new_chat)
+            yield SystemCommand("Copy answer", "Copy the last answer", screen.action_copy_answer)
+            yield SystemCommand("Help", "All keys and commands", screen.action_help)
+        yield SystemCommand("Theme", "Change the colours", self.action_change_theme)
+        yield SystemCommand("Quit", "Leave edgellm", self.action_quit)

@@ -1,0 +1,1 @@
+"""The screens: chat, help, and what is shown while a model loads."""

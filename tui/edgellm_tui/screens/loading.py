@@ -1,0 +1,48 @@
+"""What is shown while the model opens, and when it cannot be."""
+
+from __future__ import annotations
+
+import time
+
+from textual.app import ComposeResult
+from textual.screen import Screen
+from textual.widgets import Static
+
+from edgellm_tui.terminal_text import safe_line, safe_text
+from edgellm_tui.widgets.figures import seconds_text
+
+FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+
+
+class LoadingScreen(Screen[None]):
+    """A name, a moving mark and the seconds so far; or the error and the way out."""
+
+    def __init__(self, model_name: str) -> None:
+        super().__init__()
+        self._model_name = safe_line(model_name) or "the model"
+        self._since = time.monotonic()
+        self._failed = False
+
+    def compose(self) -> ComposeResult:
+        yield Static(f"Opening {self._model_name}", markup=False, id="opening")
+        yield Static("", markup=False, id="detail")
+
+    def on_mount(self) -> None:
+        self.set_interval(0.1, self._tick)
+
+    def _tick(self) -> None:
+        if not self._failed:
+            elapsed = time.monotonic() - self._since
+            frame = FRAMES[int(elapsed * 10) % len(FRAMES)]
+            self.query_one("#detail", Static).update(f"{frame} {seconds_text(elapsed)}")
+
+    def notice(self, text: str) -> None:
+        """A line about what is happening."""
+        self.query_one("#opening", Static).update(f"Opening {self._model_name}\n{safe_line(text)}")
+
+    def fail(self, error: str) -> None:
+        """Shows why there will be no chat."""
+        self._failed = True
+        self.add_class("-failed")
+        self.query_one("#opening", Static).update(f"✗ {self._model_name} could not be opened")
+        self.query_one("#detail", Static).update(f"{safe_text(error)}\n\nCtrl+Q leaves")

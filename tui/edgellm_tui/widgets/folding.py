@@ -1,0 +1,61 @@
+"""Containers that give up their content while it is out of sight: layout pays only for what is near."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from textual.containers import Vertical
+from textual.geometry import Region
+
+
+class Fold(Vertical):
+    """A column of content that no longer changes. Folded, it keeps its height and lays out none of its
+    children.
+    """
+
+    def __init__(self, *, classes: str | None = None) -> None:
+        super().__init__(classes=classes)
+        self.folded = False
+
+    def fold(self) -> bool:
+        """True if that changed anything."""
+        if self.folded or self.outer_size.height == 0:
+            return False
+        self.folded = True
+        self.styles.height = self.outer_size.height
+        self.release_content()
+        return True
+
+    def unfold(self) -> bool:
+        """True if that changed anything."""
+        if not self.folded:
+            return False
+        self.folded = False
+        self.restore_content()
+        return True
+
+    def release_content(self) -> None:
+        for child in self.children:
+            child.display = False
+
+    def restore_content(self) -> None:
+        self.styles.height = "auto"
+        for child in self.children:
+            child.display = True
+
+
+def fold_distant(folds: Iterable[Fold], view: Region) -> bool:
+    """Folds what is more than one view away from ``view`` (screen coordinates) and unfolds what is not.
+
+    True if anything changed: then a container that came into sight has content to be looked at in its turn.
+    """
+    top, bottom = view.y - view.height, view.bottom + view.height
+    changed = False
+    for fold in folds:
+        region = fold.region
+        # Not laid out yet: an empty region says nothing about where it will be.
+        if region.height == 0:
+            continue
+        distant = region.bottom < top or region.y > bottom
+        changed = (fold.fold() if distant else fold.unfold()) or changed
+    return changed

@@ -1,0 +1,152 @@
+"""The multi-line prompt: Enter sends, the cursor moves by what a person sees as one character."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual import events
+from textual.binding import Binding, BindingType
+from textual.message import Message
+from textual.widgets import TextArea
+
+from edgellm_tui.terminal_text import grapheme_starts, safe_text
+
+MAX_REMEMBERED_PROMPTS = 200
+
+
+class ChatPrompt(TextArea):
+    """Where a person writes. Keeps the prompts that were sent; Up and Down bring them back."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("ctrl+j,shift+enter,alt+enter", "newline", "New line", show=False),
+        Binding("ctrl+d", "leave_or_delete", "Leave", show=False),
+        Binding("pageup", "scroll_transcript('page_up')", "Scroll up", show=False),
+        Binding("pagedown", "scroll_transcript('page_down')", "Scroll down", show=False),
+        Binding("ctrl+home", "scroll_transcript('home')", "First message", show=False),
+        Binding("ctrl+end", "scroll_transcript('end')", "Last message", show=False),
+    ]
+
+    class Submitted(Message):
+        """Enter was pressed."""
+
+        def __init__(self, text: str) -> None:
+            super().__init__()
+            self.text = text
+
+    class LeaveRequested(Message):
+        """Ctrl+D on an empty prompt."""
+
+    class ScrollRequested(Message):
+        """A key that means the transcript: page_up, page_down, home or end."""
+
+        def __init__(self, where: str) -> None:
+            super().__init__()
+            self.where = where
+
+    def __init__(self, *, placeholder: str = "") -> None:
+        super().__init__(
+            soft_wrap=True,
+            show_line_numbers=False,
+            tab_behavior="focus",
+            highlight_cursor_line=False,
+            placeholder=placeholder,
+        )
+        self._sent: list[str] = []
+        self._recalled: int | None = None
+        self._draft = ""
+
+    def remember(self, text: str) -> None:
+        """Adds a prompt that was sent to those that Up brings back."""
+        if not self._sent or self._sent[-1] != text:
+            self._sent.append(text)
+            del self._sent[:-MAX_REMEMBERED_PROMPTS]
+        self._recalled = None
+
+    def replace_text(self, text: str) -> None:
+        """Puts ``text`` into the prompt with the cursor at its end."""
+        self.text = text
+        self.move_cursor(self.document.end)
+
+    async def _on_key(self, event: events.Key) -> None:
+        if event.key == "enter":
+            event.stop()
+            event.prevent_default()
+            self.post_message(self.Submitted(self.text))
+            return
+        if event.key in ("home", "end") and not self.text:
+            event.stop()
+            event.prevent_default()
+            self.post_message(self.ScrollRequested(event.key))
+            return
+        await super()._on_key(event)
+
+    async def _on_paste(self, event: events.Paste) -> None:
+        event.prevent_default()
+        event.stop()
+        # Pasted text is shown in the prompt, so it has to be as harmless as any other text on the screen.
+        self._replace_via_keyboard(safe_text(event.text), *self.selection)
+
+    def action_newline(self) -> None:
+        start, end = self.selection
+        self._replace_via_keyboard("\n", start, end)
+
+    def action_leave_or_delete(self) -> None:
+        if self.text:
+            self.action_delete_right()
+        else:
+            self.post_message(self.LeaveRequested())
+
+    def action_scroll_transcript(self, where: str) -> None:
+        self.post_message(self.ScrollRequested(where))
+
+    # Up and Down leave the text only where there is no line to move to.
+
+    def action_cursor_up(self, select: bool = False) -> None:
+        if select or self.get_cursor_up_location()[0] != self.cursor_location[0] or not self._at_first_line():
+            super().action_cursor_up(select)
+        else:
+            self._recall(-1)
+
+    def action_cursor_down(self, select: bool = False) -> None:
+        if select or not self._at_last_line():
+            super().action_cursor_down(select)
+        else:
+            self._recall(1)
+
+    def _at_first_line(self) -> bool:
+        return self.wrapped_document.location_to_offset(self.cursor_location).y == 0
+
+    def _at_last_line(self) -> bool:
+        offset = self.wrapped_document.location_to_offset(self.cursor_location)
+        return offset.y >= self.wrapped_document.height - 1
+
+    def _recall(self, step: int) -> None:
+        if not self._sent:
+            return
+        if self._recalled is None:
+            if step > 0:
+                return
+            self._draft = self.text
+            position = len(self._sent) - 1
+        else:
+            position = self._recalled + step
+        if position < 0:
+            return
+        if position >= len(self._sent):
+            self._recalled = None
+            self.replace_text(self._draft)
+        else:
+            self._recalled = position
+            self.replace_text(self._sent[position])
+
+    # A cursor between the parts of one emoji or letter would show a broken half and delete a part of it.
+
+    def get_cursor_left_location(self) -> tuple[int, int]:
+        row, column = self.cursor_location
+        before = [start for start in grapheme_starts(self.document[row]) if start < column]
+        return (row, before[-1]) if before else super().get_cursor_left_location()
+
+    def get_cursor_right_location(self) -> tuple[int, int]:
+        row, column = self.cursor_location
+        after = [start for start in grapheme_starts(self.document[row]) if start > column]
+        return (row, after[0]) if after else super().get_cursor_right_location()

@@ -1,0 +1,175 @@
+"""The conversation: messages from the top down, following the end only while the reader is there."""
+
+from __future__ import annotations
+
+from textual import events
+from textual.app import ComposeResult
+from textual.containers import Container, VerticalScroll
+from textual.content import Content
+from textual.message import Message
+from textual.widget import Widget
+from textual.widgets import Static
+
+from edgellm.contracts import ModelInfo
+from edgellm_tui.terminal_text import safe_line, safe_text
+from edgellm_tui.widgets.figures import count_text, parameters_text
+from edgellm_tui.widgets.folding import fold_distant
+from edgellm_tui.widgets.reply import Reply
+
+
+class UserMessage(Static):
+    """What the person wrote, as written."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(safe_text(text), markup=False, classes="user")
+
+
+class QuietLine(Static):
+    """A notice, in one dim line."""
+
+    def __init__(self, text: str, *, mark: str = "·") -> None:
+        super().__init__(f"{mark} {safe_line(text)}", markup=False, classes="quiet")
+
+
+class ErrorLine(Static):
+    """Something failed: what, and the way out if there is one."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(f"✗ {safe_text(text)}", markup=False, classes="error")
+
+
+class Welcome(Static):
+    """What an empty conversation shows: who answers, and the four keys that matter."""
+
+    def __init__(self, model: ModelInfo) -> None:
+        name = safe_line(model.name)
+        facts = [
+            safe_line(model.architecture),
+            parameters_text(model.parameters),
+            safe_line(model.quantization),
+            f"{count_text(model.context_length)} tokens of context",
+        ]
+        keys = [("Enter", "send"), ("Ctrl+J", "new line"), ("Esc", "stop the answer"), ("F1", "all keys")]
+        lines = [
+            Content.styled(name, "bold $primary"),
+            Content.styled(" · ".join(fact for fact in facts if fact), "dim"),
+            Content(""),
+            *(Content.assemble((f"{key:>7}", "bold"), "  ", (does, "dim")) for key, does in keys),
+        ]
+        super().__init__(Content("\n").join(lines), classes="welcome")
+
+
+class NewTextHint(Static):
+    """Says that text arrived below what is on the screen."""
+
+    def on_click(self, event: events.Click) -> None:
+        event.stop()
+        self.post_message(Transcript.EndRequested())
+
+
+class Scroller(VerticalScroll, can_focus=False):
+    """The scrolled column of messages."""
+
+    class Moved(Message):
+        """The visible part changed."""
+
+    @property
+    def at_end(self) -> bool:
+        """The newest text is in view. An anchored column shorter than the view has a negative position."""
+        return self.max_scroll_y <= 0 or self.is_vertical_scroll_end
+
+    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
+        super().watch_scroll_y(old_value, new_value)
+        self.post_message(self.Moved())
+
+
+class Transcript(Container):
+    """Messages, and the hint when there is more below."""
+
+    class EndRequested(Message):
+        """The reader wants to see the newest text."""
+
+    def compose(self) -> ComposeResult:
+        yield Scroller()
+        yield NewTextHint("↓ new text below · Ctrl+End", markup=False)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._replies: list[Reply] = []
+        self._width = 0
+
+    def on_mount(self) -> None:
+        self.scroller.anchor()
+
+    @property
+    def scroller(self) -> Scroller:
+        return self.query_one(Scroller)
+
+    async def add(self, widget: Widget, *, follow: bool = False) -> None:
+        """Appends a message; ``follow`` moves to the end even if the reader had scrolled away."""
+        for welcome in self.query(Welcome):
+            await welcome.remove()
+        await self.scroller.mount(widget)
+        if isinstance(widget, Reply):
+            self._replies.append(widget)
+        if follow:
+            self.to_end()
+        else:
+            self.text_arrived()
+
+    async def clear(self, model: ModelInfo | None) -> None:
+        """Empties the conversation."""
+        self._replies.clear()
+        await self.scroller.remove_children()
+        if model is not None:
+            await self.scroller.mount(Welcome(model))
+        self.to_end()
+
+    def to_end(self) -> None:
+        """Shows the newest text and follows it from here on."""
+        self.scroller.anchor()
+        self._hint(False)
+
+    def scroll(self, where: str) -> None:
+        """Moves by page_up, page_down, home or end."""
+        if where == "end":
+            self.to_end()
+        elif self.scroller.max_scroll_y > 0:
+            getattr(self.scroller, f"scroll_{where}")(animate=False)
+
+    def text_arrived(self) -> None:
+        """Called after text was added: the view stays where it is, with a hint if that is not the end."""
+        # The end moves with the layout, so an anchored view is at it only after the next refresh.
+        self.call_after_refresh(self._after_layout)
+
+    def _after_layout(self) -> None:
+        self._hint(not self.scroller.at_end)
+        self._fold_distant()
+
+    def _fold_distant(self) -> None:
+        view = self.scroller.region
+        if fold_distant((fold for reply in self._replies for fold in reply.folds()), view):
+            self.call_after_refresh(self._fold_distant)
+
+    def _hint(self, visible: bool) -> None:
+        # On the hint itself: a class on this container would restyle every block of every message.
+        self.query_one(NewTextHint).display = visible
+
+    def on_resize(self, event: events.Resize) -> None:
+        if event.size.width != self._width:
+            self._width = event.size.width
+            # Heights were measured for another width.
+            for reply in self._replies:
+                for fold in reply.folds():
+                    fold.unfold()
+            self.call_after_refresh(self._fold_distant)
+
+    def on_scroller_moved(self, event: Scroller.Moved) -> None:
+        event.stop()
+        if self.scroller.at_end:
+            self._hint(False)
+        self._fold_distant()
+
+    def on_transcript_end_requested(self, event: EndRequested) -> None:
+        event.stop()
+        self.to_end()
