@@ -278,7 +278,7 @@ def test_ctrl_c_keeps_the_text_and_exits_130(endless: Path, tmp_path: Path) -> N
         process.send_signal(signal.SIGINT)
         begin = time.monotonic()
         rest, errors = process.communicate(timeout=20)
-        assert process.returncode == 130 and errors == b"" and time.monotonic() - begin < 5
+        assert process.returncode == 130 and errors == b"" and time.monotonic() - begin < 15
         text = (start + rest).decode()
         assert ("abc" * 40_000).startswith(text)
 
