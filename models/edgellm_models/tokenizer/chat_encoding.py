@@ -115,7 +115,7 @@ class ChatEncoder:
             )
         else:
             spliced, text = masked, plain
-        ids = self.tokenizer.encode_parts(stand_ins.split(text))
+        ids = self.tokenizer.encode_parts(self._parts(stand_ins, text))
         offsets = self._turn_offsets(spliced, text, variables)
         positions = self._positions(stand_ins, text, sorted(set(offsets.values())), ids)
         leading = 0
@@ -150,6 +150,25 @@ class ChatEncoder:
                 self._finders[template] = SpecialFinder(tokens)
             return self._finders[template]
 
+    def _parts(self, stand_ins: _StandIns, text: str) -> list[PromptPart]:
+        """The parts of a rendered text.
+
+        Templates of the Llama-2 kind write a space before an answer. Where the answer's first token holds that space
+        itself (the dummy space that decoding removed), it would be there twice.
+        """
+        parts = stand_ins.split(text)
+        for index, part in enumerate(parts[1:], start=1):
+            before = parts[index - 1]
+            if (
+                isinstance(part, KnownIds)
+                and self.tokenizer.strips_leading_space
+                and isinstance(before, str)
+                and before.endswith(" ")
+                and self.tokenizer.token_bytes(part.token_ids[0]).startswith(b" ")
+            ):
+                parts[index - 1] = before[:-1]
+        return [part for part in parts if part != ""]
+
     def _spliced(
         self,
         chat: PreparedChat,
@@ -175,7 +194,7 @@ class ChatEncoder:
             del waiting[: found + 1]
             while ids and ids[-1] in self.tokenizer.eos_ids:
                 ids = ids[:-1]
-            messages.append({**message, "content": stand_ins.add(KnownIds(ids), content)})
+            messages.append({**message, "content": stand_ins.add(KnownIds(ids), content) if ids else content})
         spliced = PreparedChat(chat.template, messages, chat.tools, chat.notices)
         try:
             text = self.templates.render_prepared(spliced, add_generation_prompt, **variables)
@@ -215,12 +234,12 @@ class ChatEncoder:
         for start, end in zip([0, *offsets], [*offsets, len(text)], strict=True):
             if start:
                 positions[start] = len(joined)
-            joined += encode(stand_ins.split(text[start:end]), add_bos=not start)
+            joined += encode(self._parts(stand_ins, text[start:end]), add_bos=not start)
         if joined == ids:
             return positions
         positions = {}
         for offset in offsets[:8]:
-            before = encode(stand_ins.split(text[:offset]))
+            before = encode(self._parts(stand_ins, text[:offset]))
             if ids[: len(before)] == before:
                 positions[offset] = len(before)
         return positions
