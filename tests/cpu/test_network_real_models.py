@@ -16,8 +16,8 @@ pytestmark = pytest.mark.real_model
 
 PARAGRAPH = (
     "The lighthouse keeper wrote every evening in a ledger bound in green cloth: the hour at which the lamp "
-    "was lit, the colour of the sea, the ships that passed and the weather that drove them. On 14 March 1907 he "
-    "counted seventeen sails and one steamer. In the margin he drew a gull, and below it 17 + 1 = 18. "
+    "was lit, the colour of the sea, the ships that passed and the weather that drove them. On 14 May 1907 "
+    "he counted 17 sails and one steamer. In the margin he drew a gull, and below it 17 + 1 = 18. "
 )
 PROMPTS = (
     "What is the capital of France?",
