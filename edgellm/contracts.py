@@ -23,8 +23,9 @@ PENDING = -1
 class SamplingParams:
     """How the next token is chosen.
 
-    Applied in this order: repetition, presence and frequency penalties, logit bias, temperature, top-k, typical-p,
-    top-p, min-p. The token that crosses a probability limit stays, at least one stays, equal logits rank by id.
+    Applied in this order: repetition, presence and frequency penalties, logit bias, temperature, top-k,
+    typical-p, top-p, min-p. The token that crosses a probability limit stays, at least one stays, equal
+    logits rank by id.
     """
 
     temperature: float = 1.0
@@ -44,7 +45,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Subtracted per occurrence in the answer so far."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Added to the logits of these ids. As OpenAI clients expect, -100 or less removes a token, and where ids have
+    """Added to the logits of these ids. As OpenAI clients expect, -100 or less removes a token, and where ids
+    have
     100 or more nothing else can be drawn."""
     seed: int | None = None
     """None draws one, which is returned with the answer."""
@@ -77,10 +79,13 @@ class SamplingParams:
             "an integer of 0 or more",
         )
         check("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings")
-        check("stop_token_ids", all(_is_int(t) and t >= 0 for t in self.stop_token_ids), "token ids of 0 or more")
+        ids_are_good = all(_is_int(t) and t >= 0 for t in self.stop_token_ids)
+        check("stop_token_ids", ids_are_good, "token ids of 0 or more")
         for token_id, bias in self.logit_bias.items():
             if not _is_int(token_id) or token_id < 0 or not _is_number(bias):
-                raise BadInputError(f"logit_bias must map token ids to finite numbers, not {token_id!r}: {bias!r}")
+                raise BadInputError(
+                    f"logit_bias must map token ids to finite numbers, not {token_id!r}: {bias!r}"
+                )
 
 
 def _is_int(value: object) -> bool:
@@ -126,7 +131,8 @@ class GenerationRequest:
     """Monotonic seconds."""
     task: Task = Task.GENERATE
     continues_text: bool = False
-    """Raw completion: the answer goes on where the prompt's text ends, so that its first space is a real one."""
+    """Raw completion: the answer goes on where the prompt's text ends, so that its first space is a real one.
+    """
 
 
 # --- what comes back ---------------------------------------------------------------------------------------
@@ -175,7 +181,9 @@ class RequestTimings:
     @property
     def decode_tokens_per_s(self) -> float:
         """(n - 1) / decode_s: the first token is the prefill's."""
-        return (self.completion_tokens - 1) / self.decode_s if self.decode_s > 0 and self.completion_tokens > 1 else 0.0
+        if self.decode_s <= 0 or self.completion_tokens < 2:
+            return 0.0
+        return (self.completion_tokens - 1) / self.decode_s
 
 
 @dataclass(frozen=True)

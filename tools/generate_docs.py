@@ -86,7 +86,7 @@ def benchmarks() -> str:
         "",
         NOTE,
         "Each row is the newest run of a script in acceptance/ (`make acceptance` runs them all); older runs",
-        "stay in docs/benchmarks/. Machines are noisy: a speed counts as the ratio to a peer in the same run.",
+        "stay in docs/benchmarks/. Machines are noisy: a speed counts as a ratio to a peer in the same run.",
         "",
     ]
     for path in sorted((ROOT / "docs" / "benchmarks").glob("*.json")):

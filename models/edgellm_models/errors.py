@@ -1,4 +1,5 @@
-"""What reaches a user beside the answer: errors with exit codes, notices of what was changed, progress of a pull."""
+"""What reaches a user beside the answer: errors with exit codes, notices of what was changed, progress of a
+pull."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class Notice:
-    """Something that was done differently from what was asked or expected: shown, returned and logged, never silent."""
+    """Something that was done differently from what was asked or expected: shown, returned and logged, never
+    silent."""
 
     kind: str
     """A stable snake_case word that programs may match on, such as ``context_clamped``."""
@@ -18,7 +20,8 @@ class Notice:
 
 @dataclass(frozen=True)
 class PullProgress:
-    """Fetching one model. The total is fixed before the first byte and never changes; 0 while it is not known."""
+    """Fetching one model. The total is fixed before the first byte and never changes; 0 while it is not
+    known."""
 
     done_bytes: int
     total_bytes: int
@@ -30,7 +33,8 @@ class PullProgress:
 class EdgeLLMError(Exception):
     """Base of every error that a user is meant to read: one line that says what is wrong and what to do.
 
-    ``exit_code`` is the status of the command; anything that is not an EdgeLLMError is a fault of ours (exit 1).
+    ``exit_code`` is the status of the command; anything that is not an EdgeLLMError is a fault of ours
+    (exit 1).
     """
 
     exit_code: ClassVar[int] = 1

@@ -59,17 +59,18 @@ class Tokenizer(Protocol):
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Ids of ``text``.
 
-        ``add_special`` adds BOS/EOS as the model wants them, never a second BOS when the text already starts with it
-        as a parsed special token. ``parse_special`` false keeps control and user-defined tokens as ordinary text.
-        Half a surrogate pair becomes U+FFFD.
+        ``add_special`` adds BOS/EOS as the model wants them, never a second BOS when the text already
+        starts with it as a parsed special token. ``parse_special`` false keeps control and user-defined
+        tokens as ordinary text. Half a surrogate pair becomes U+FFFD.
         """
         ...
 
     def encode_parts(self, parts: Sequence[PromptPart], *, add_bos: bool = True) -> list[int]:
-        """Ids of one prompt made of parts: as ``encode`` of the joined text where all parts are plain strings.
+        """Ids of one prompt made of parts: as ``encode`` of the joined text where all parts are plain
+        strings.
 
-        Literal text merges with its neighbours as ordinary text does. ``add_bos`` puts BOS first where the model
-        wants it and the prompt does not begin with it.
+        Literal text merges with its neighbours as ordinary text does. ``add_bos`` puts BOS first where the
+        model wants it and the prompt does not begin with it.
         """
         ...
 
