@@ -43,40 +43,15 @@ def structure(old: str) -> str:
 
 
 def command_line() -> str:
-    """Every command's own --help, so that the page cannot differ from the program."""
-    import click
+    from edgellm.cli.reference import cli_markdown
 
-    from edgellm.cli.main import main
-
-    parts = [
-        "# Commands",
-        "",
-        NOTE,
-        "Every option can also be set by an environment variable, shown in brackets.",
-        "",
-    ]
-
-    def add(command: click.Command, name: str, parent: click.Context | None) -> None:
-        context = click.Context(
-            command, info_name=name, parent=parent, terminal_width=100, max_content_width=100, color=False
-        )
-        parts.extend(
-            [f"## `{context.command_path}`", "", "```text", command.get_help(context).rstrip(), "```", ""]
-        )
-        if isinstance(command, click.Group):
-            for child in command.list_commands(context):
-                found = command.get_command(context, child)
-                if found is not None and not found.hidden:
-                    add(found, child, context)
-
-    add(main, "edgellm", None)
-    return "\n".join(parts)
+    return cli_markdown()
 
 
 def environment() -> str:
-    from edgellm.switches import render_markdown
+    from edgellm.cli.reference import env_markdown
 
-    return NOTE + "\n" + render_markdown()
+    return env_markdown()
 
 
 def benchmarks() -> str:
