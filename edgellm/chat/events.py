@@ -22,7 +22,8 @@ class ChatEventMaker:
     """Turns the events of one request, in order, into chat events; nothing is held back."""
 
     def __init__(self, prompt_tokens: int, sample: int = 0) -> None:
-        """``prompt_tokens`` is the length of the request's prompt, ``sample`` the one of its answers to follow."""
+        """``prompt_tokens`` is the length of the request's prompt, ``sample`` the one of its answers to
+        follow."""
         self._prompt_tokens = prompt_tokens
         self._sample = sample
         self._prefilled = -1

@@ -15,8 +15,8 @@ def remember(
 ) -> tuple[RememberedAnswer, ...]:
     """``answers`` and one more: ``text`` is what was shown for it and goes into the next request's messages.
 
-    Why: re-tokenizing an answer's text may give other ids than were generated, and every cached key and value behind
-    the first difference would be lost.
+    Why: re-tokenizing an answer's text may give other ids than were generated, and every cached key and value
+    behind the first difference would be lost.
     """
     if not token_ids:
         return tuple(answers)

@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from edgellm.contracts import ChatMessage, GenerationRequest, SamplingParams
 from edgellm_models.errors import BadInputError, Notice
 from edgellm_models.tokenizer.base import Tokenizer
 from edgellm_models.tokenizer.chat_encoding import ChatEncoder, EncodedChat, RememberedAnswer
 from edgellm_models.tokenizer.chat_template import ChatTemplates
-
-from edgellm.contracts import ChatMessage, GenerationRequest, SamplingParams
 
 PLAIN_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m.role | capitalize }}: {{ m.content }}\n{% endfor %}"
@@ -44,20 +43,22 @@ def chat_encoder(
 ) -> tuple[ChatEncoder, tuple[Notice, ...]]:
     """The encoder for a model's conversations, made once per model.
 
-    A base model without a template is a BadInputError, or with ``plain_fallback`` a plain transcript and a Notice:
-    another model's format is never used.
+    A base model without a template is a BadInputError, or with ``plain_fallback`` a plain transcript and a
+    Notice: another model's format is never used.
     """
     if templates is not None:
         return ChatEncoder(tokenizer, templates), ()
     if not plain_fallback:
         raise BadInputError(
-            f"{model_name} is a base model: it has no chat template, so it cannot chat; use `edgellm complete`"
+            f"{model_name} is a base model: it has no chat template, so it cannot chat; use `edgellm"
+            f" complete`"
             " (or /v1/completions), or a model that was tuned for chat"
         )
     bos = tokenizer.token_text(tokenizer.bos_id) if tokenizer.bos_id is not None and tokenizer.add_bos else ""
     notice = Notice(
         "no_chat_template",
-        f"{model_name} is a base model without a chat template: it sees a plain transcript ('User: ...', 'Assistant:')"
+        f"{model_name} is a base model without a chat template: it sees a plain transcript ('User: ...',"
+        f" 'Assistant:')"
         " and may not answer as a chat model does",
     )
     return ChatEncoder(tokenizer, ChatTemplates({"default": PLAIN_TEMPLATE}, {"bos_token": bos})), (notice,)
@@ -88,8 +89,8 @@ def build_request(
 ) -> BuiltRequest:
     """Renders, tokenizes and checks a conversation.
 
-    ``fields`` are further fields of GenerationRequest. BadInputError when there are no messages, when the template
-    refuses them, and when the prompt leaves no room in the context (naming both numbers).
+    ``fields`` are further fields of GenerationRequest. BadInputError when there are no messages, when the
+    template refuses them, and when the prompt leaves no room in the context (naming both numbers).
     """
     if not messages:
         raise BadInputError("there are no messages to answer")
@@ -120,7 +121,8 @@ def check_context(chat: EncodedChat, context_length: int) -> None:
     """BadInputError, with both numbers, when no token of an answer fits behind the prompt."""
     if len(chat.token_ids) >= context_length:
         raise BadInputError(
-            f"the conversation has {len(chat.token_ids)} tokens but the context holds {context_length}; start a new"
+            f"the conversation has {len(chat.token_ids)} tokens but the context holds {context_length};"
+            f" start a new"
             " chat, shorten the messages, or raise --ctx"
         )
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from edgellm_models.tokenizer import load_chat_templates, load_tokenizer
 from edgellm_models.tokenizer.chat_encoding import ChatEncoder
 from edgellm_models.tokenizer.chat_template import ChatTemplates
-
 from tests.support.chat_samples import CONVERSATIONS, TEMPLATES, TOOL_TALK, TOOLS
 from tests.support.oracles import require_oracle
 from tests.support.tiny_tokenizers import STYLES, make_tokenizer
@@ -46,7 +46,8 @@ def theirs(
 @pytest.mark.parametrize("generation", [True, False])
 @pytest.mark.parametrize(("template", "talk"), PAIRS)
 def test_rendering_equals_transformers(template: str, talk: str, generation: bool) -> None:
-    """B09 B12: block trimming, trailing newlines, tojson, namespaces, slices, macros, loop controls, generation tag."""
+    """B09 B12: block trimming, trailing newlines, tojson, namespaces, slices, macros, loop controls,
+    generation tag."""
     assert len(PAIRS) >= 30
     source = TEMPLATES[template]
     messages = CONVERSATIONS[talk]
@@ -72,7 +73,8 @@ def test_variables_reach_the_template(template: str) -> None:
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("talk", sorted(CONVERSATIONS))
 def test_ids_equal_transformers(tmp_path: Path, style: str, talk: str) -> None:
-    """A09: without special tokens in what people wrote the ids are transformers' own, with exactly one BOS."""
+    """A09: without special tokens in what people wrote the ids are transformers' own, with exactly one
+    BOS."""
     transformers = require_oracle("transformers")
     tiny = make_tokenizer(style)
     tiny.write(tmp_path)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
 from edgellm_models.tokenizer import load_tokenizer
 from edgellm_models.tokenizer.shared import SharedTokenizer
 from edgellm_models.tokenizer.stream_decoder import StreamDecoder
-
 from tests.support.corpus import corpus_blocks, corpus_lines
 from tests.support.llama_cpp import LlamaCpp, require_llama_cpp
 from tests.support.real_models import real_model
@@ -19,7 +21,8 @@ pytestmark = pytest.mark.real_model
 
 CONTROL_TEXT = {
     "smollm2-135m": "<|im_start|>user\nHi there<|im_end|>\n<|endoftext|> x <repo_name>y<|im_end|><|im_end|>",
-    "gemma3-270m": "<bos><start_of_turn>user\nHi  there<end_of_turn>\n\n\n<b>x</b> <unused3>\t\t[multimodal] <eos>",
+    "gemma3-270m": "<bos><start_of_turn>user\nHi  there<end_of_turn>\n\n\n<b>x</b>"
+    " <unused3>\t\t[multimodal] <eos>",
 }
 
 
@@ -72,8 +75,9 @@ def test_text_comes_back(model: tuple[str, Path, SharedTokenizer, LlamaCpp]) -> 
 def test_gemma_ids_equal_transformers() -> None:
     """transformers converts the GGUF's SentencePiece scores to merges: another algorithm, the same ids.
 
-    Two lines are left to llama.cpp alone: a run of spaces longer than the longest piece, which transformers' conversion
-    cuts in other places, and the literal character that spells a space, at which transformers does not cut.
+    Two lines are left to llama.cpp alone: a run of spaces longer than the longest piece, which transformers'
+    conversion cuts in other places, and the literal character that spells a space, at which transformers does
+    not cut.
     """
     transformers = pytest.importorskip("transformers")
     path = real_model("gemma3-270m")
@@ -87,3 +91,35 @@ def test_gemma_ids_equal_transformers() -> None:
         if ours.encode(line, add_special=False) != theirs(line, add_special_tokens=False)["input_ids"]
     ]
     assert not wrong, f"{len(wrong)} of {len(lines)} differ, first {wrong[0]!r}"
+
+
+# --- the seven fixture families: folder, GGUF and llama.cpp agree
+# -------------------------------------------------
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_folder_gguf_and_llama_cpp_give_the_same_ids(family: str, tmp_path: Path) -> None:
+    """A17: accents, dashes, numbers and everything else of the corpus, from both forms of each TINY model."""
+    require_llama_cpp()
+    from tests.support.tiny_models import make_tiny, tiny_gguf
+
+    folder = make_tiny(family, tmp_path / family)
+    path = tiny_gguf(folder, tmp_path / f"{family}.gguf")
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    from_folder = load_tokenizer(folder, "safetensors", config)
+    from_file = load_tokenizer(path, "gguf", gguf_fields(path))
+    assert from_folder.eos_ids == from_file.eos_ids
+    assert from_folder.bos_id == from_file.bos_id
+    assert from_folder.add_bos == from_file.add_bos
+    texts = ["Hello world! Café déjà vu — 123 😊", *corpus_lines(), *corpus_blocks()]
+    for text in texts:
+        assert from_folder.encode(text) == from_file.encode(text), text
+    normalized = family.startswith(
+        "qwen"
+    )  # llama.cpp does not compose characters (NFC), the published models do
+    with LlamaCpp(path, context=256, log=tmp_path / "log") as judge:
+        for text in texts[::3]:
+            if not normalized or unicodedata.is_normalized("NFC", text):
+                assert from_file.encode(text) == judge.tokenize(text), text

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from edgellm_models.tokenizer import load_chat_templates, load_tokenizer
-from edgellm_models.tokenizer.base import TokenKind, Tokenizer
-from edgellm_models.tokenizer.chat_encoding import ChatEncoder, RememberedAnswer
-from edgellm_models.tokenizer.chat_template import ChatTemplates
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from edgellm_models.tokenizer import load_chat_templates, load_tokenizer
+from edgellm_models.tokenizer.base import Tokenizer, TokenKind
+from edgellm_models.tokenizer.chat_encoding import ChatEncoder, RememberedAnswer
+from edgellm_models.tokenizer.chat_template import ChatTemplates
 from tests.support.chat_samples import CONVERSATIONS, TEMPLATES, TOOLS
 from tests.support.tiny_tokenizers import STYLES, make_tokenizer
 from tests.support.vocabularies import bpe_fields, spm_fields
@@ -73,7 +73,8 @@ def test_assistant_words_may_hold_markup_and_tools_may_not(tmp_path: Path) -> No
     assert got.token_ids.count(end) == plain
     assert got.token_ids.count(call) == 1
     assert '"description": "<|im_end|><tool_call>"' in got.text
-    # The template writes <tool_call>, so a user must not; a user-defined token it does not know is plain text.
+    # The template writes <tool_call>, so a user must not; a user-defined token it does not know is plain
+    # text.
     asked = chat.encode([{"role": "user", "content": "<tool_call><think>"}]).token_ids
     assert call not in asked
     assert tokenizer.token_id("<think>") in asked
@@ -83,18 +84,24 @@ def test_masks_survive_what_templates_do_to_content() -> None:
     tokenizer = load_tokenizer(Path("x"), "gguf", bpe_fields())
     source = (
         "<|im_start|>{% for m in messages %}{{ m.content | trim | upper }}|{{ m.content | tojson }}|"
-        "{{ {'a': m.content} | tojson(ensure_ascii=true) }}|{{ m.content.split('\n')[0] }}{% endfor %}<|im_end|>"
+        "{{ {'a': m.content} | tojson(ensure_ascii=true) }}|{{ m.content.split('\n')[0] }}{% endfor"
+        " %}<|im_end|>"
     )
     chat = ChatEncoder(tokenizer, ChatTemplates({"default": source}))
     got = chat.encode([{"role": "user", "content": " <|im_end|>\nb "}])
-    assert got.text == '<|im_start|><|im_end|>\nB|" <|im_end|>\\nb "|{"a": " <|im_end|>\\nb "}| <|im_end|><|im_end|>'
-    assert controls(tokenizer, got.token_ids) == [tokenizer.bos_id, next(iter(tokenizer.eos_ids - {tokenizer.token_id("<|endoftext|>")}))]
+    shown = '<|im_start|><|im_end|>\nB|" <|im_end|>\\nb "|{"a": " <|im_end|>\\nb "}| <|im_end|><|im_end|>'
+    assert got.text == shown
+    assert controls(tokenizer, got.token_ids) == [
+        tokenizer.token_id("<|im_start|>"),
+        tokenizer.token_id("<|im_end|>"),
+    ]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
-        st.text(max_size=12) | st.sampled_from(["<|im_end|>", "<|im_start|>", "<|im", "_end|>", "</s>", "<s>", "<unk>"]),
+        st.text(max_size=12)
+        | st.sampled_from(["<|im_end|>", "<|im_start|>", "<|im", "_end|>", "</s>", "<s>", "<unk>"]),
         max_size=6,
     ),
     st.booleans(),
@@ -121,7 +128,8 @@ def test_half_surrogates_in_messages() -> None:
         assert "\ufffd" in tokenizer.decode(got.token_ids)
 
 
-# --- turns -----------------------------------------------------------------------------------------------------------
+# --- turns
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("style", CHAT_STYLES)
@@ -156,17 +164,20 @@ def test_folded_system_prompt_says_so(tmp_path: Path) -> None:
     assert "Be brief.\n\n\nHi" in got.text
 
 
-# --- remembered answers ------------------------------------------------------------------------------------------------
+# --- remembered answers
+# ------------------------------------------------------------------------------------------------
 
 
 def odd_split(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
     """Ids of single bytes: a split that tokenizing the text would never give."""
-    single = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size - 1, -1, -1) if len(tokenizer.token_bytes(i)) == 1}
+    ids = range(tokenizer.vocab_size - 1, -1, -1)
+    single = {tokenizer.token_bytes(i): i for i in ids if len(tokenizer.token_bytes(i)) == 1}
     return tuple(single[bytes([b])] for b in text.encode())
 
 
 SPACED = ("nemo", "spm_llama", "spm_mistral")
-"""Their template writes a space before an answer in the history, but not before one that is to be generated."""
+"""Their template writes a space before an answer in the history, but not before one that is to be
+generated."""
 
 
 @pytest.mark.parametrize("style", CHAT_STYLES)
@@ -195,7 +206,8 @@ def test_history_keeps_generated_ids_over_ten_turns(tmp_path: Path, style: str) 
 
 @pytest.mark.parametrize("style", ["spm_llama", "spm_mistral"])
 def test_a_generated_dummy_space_is_the_template_s_space(tmp_path: Path, style: str) -> None:
-    """F19 A05: a SentencePiece answer begins with the space that decoding removes and the template writes again."""
+    """F19 A05: a SentencePiece answer begins with the space that decoding removes and the template writes
+    again."""
     chat = encoder(tmp_path, style)
     ids = (*odd_split(chat.tokenizer, " "), *odd_split(chat.tokenizer, "hello"))
     assert chat.tokenizer.decode(ids) == "hello"
@@ -244,6 +256,7 @@ def test_answers_that_a_template_trims_are_spliced_whole(tmp_path: Path) -> None
     chat = encoder(tmp_path, "llama3")
     answer = " hello \n"
     ids = odd_split(chat.tokenizer, answer)
-    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}, {"role": "user", "content": "b"}]
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
+    talk.append({"role": "user", "content": "b"})
     got = chat.encode(talk, remembered=[RememberedAnswer(answer, ids)])
     assert any(got.token_ids[i : i + len(ids)] == ids for i in range(len(got.token_ids)))

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+
 from edgellm.chat.events import ChatEventMaker, chat_events
 from edgellm.chat.remembered import MAX_ANSWERS, remember
 from edgellm.chat.request import build_request, chat_encoder, count_tokens, template_message
@@ -29,7 +30,6 @@ from edgellm_models.errors import BadInputError, Notice
 from edgellm_models.tokenizer import load_tokenizer
 from edgellm_models.tokenizer.chat_encoding import ChatEncoder
 from edgellm_models.tokenizer.chat_template import ChatTemplates
-
 from tests.support.chat_samples import TEMPLATES
 from tests.support.vocabularies import bpe_fields, spm_fields
 
@@ -43,12 +43,29 @@ def encoder() -> ChatEncoder:
 
 
 def test_a_request_says_where_turns_and_the_system_prompt_are(encoder: ChatEncoder) -> None:
-    talk = [ChatMessage("system", "Be brief."), ChatMessage("user", "Hi"), ChatMessage("assistant", "Yo"), ChatMessage("user", "?")]
+    talk = [
+        ChatMessage("system", "Be brief."),
+        ChatMessage("user", "Hi"),
+        ChatMessage("assistant", "Yo"),
+        ChatMessage("user", "?"),
+    ]
     built = build_request(
-        encoder, talk, GREEDY, context_length=500, conversation_id="c", request_id="r", kv_policy="trim", num_samples=2
+        encoder,
+        talk,
+        GREEDY,
+        context_length=500,
+        conversation_id="c",
+        request_id="r",
+        kv_policy="trim",
+        num_samples=2,
     )
     request = built.request
-    assert (request.request_id, request.conversation_id, request.kv_policy, request.num_samples) == ("r", "c", "trim", 2)
+    assert (request.request_id, request.conversation_id, request.kv_policy, request.num_samples) == (
+        "r",
+        "c",
+        "trim",
+        2,
+    )
     assert request.sampling is GREEDY
     assert request.protected_tokens == request.turn_starts[0] > 0
     assert len(request.turn_starts) == 3
@@ -96,7 +113,11 @@ def test_messages_in_openai_form() -> None:
     }  # fmt: skip
     parts = ChatMessage("user", (ContentPart("text", "a"), ContentPart("image_url")))
     assert template_message(parts)["content"][1]["type"] == "image_url"
-    assert template_message(ChatMessage("tool", "r", tool_call_id="1")) == {"role": "tool", "content": "r", "tool_call_id": "1"}
+    assert template_message(ChatMessage("tool", "r", tool_call_id="1")) == {
+        "role": "tool",
+        "content": "r",
+        "tool_call_id": "1",
+    }
 
 
 def test_image_parts_are_refused_by_name(encoder: ChatEncoder) -> None:
@@ -116,7 +137,8 @@ def test_remembering_answers() -> None:
     assert answers[-1].text == str(MAX_ANSWERS + 4)
 
 
-# --- events --------------------------------------------------------------------------------------------------------
+# --- events
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_token_events_become_chat_events() -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from edgellm_models.errors import BadInputError
 from edgellm_models.tokenizer import load_chat_templates
 from edgellm_models.tokenizer.chat_template import ChatTemplates
-
 from tests.support.chat_samples import TEMPLATES, TOOL_TALK, TOOLS
 
 STRINGS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -46,7 +46,8 @@ def write(folder: Path, name: str, value: Any) -> None:
     path.write_text(value if isinstance(value, str) else json.dumps(value), encoding="utf-8")
 
 
-# --- which one ----------------------------------------------------------------------------------------------------
+# --- which one
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_the_jinja_file_wins(tmp_path: Path) -> None:
@@ -124,7 +125,8 @@ def test_huge_templates_are_refused(tmp_path: Path) -> None:
         load_chat_templates(tmp_path, "safetensors", {})
 
 
-# --- what templates may use -----------------------------------------------------------------------------------------
+# --- what templates may use
+# -----------------------------------------------------------------------------------------
 
 
 def test_time_is_that_of_the_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +191,8 @@ def test_the_caller_s_messages_are_untouched() -> None:
     assert json.dumps(TOOL_TALK) == before
 
 
-# --- system prompts ---------------------------------------------------------------------------------------------------
+# --- system prompts
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("source", [NO_SYSTEM, DROPS_SYSTEM, TEMPLATES["gemma2"]])
@@ -237,7 +240,8 @@ def test_the_template_s_own_refusal_is_the_message() -> None:
         one(TEMPLATES["mistral"]).render([user("a"), user("b")])
 
 
-# --- content and tool calls --------------------------------------------------------------------------------------------
+# --- content and tool calls
+# --------------------------------------------------------------------------------------------
 
 
 def test_content_parts_by_what_the_template_takes() -> None:
@@ -302,7 +306,10 @@ def test_arguments_as_text_or_object_give_the_same_prompt(name: str) -> None:
 
 def test_arguments_as_items_and_as_text() -> None:
     """B06: the form that the template expects."""
-    frame = "{{% for m in messages %}}{{{{ m.content }}}}{{% for t in m.tool_calls or [] %}}{}{{% endfor %}}{{% endfor %}}"
+    frame = (
+        "{{% for m in messages %}}{{{{ m.content }}}}{{% for t in m.tool_calls or [] %}}{}"
+        "{{% endfor %}}{{% endfor %}}"
+    )
     items = frame.format("{% for k, v in t.function.arguments | items %}{{ k }}={{ v }};{% endfor %}")
     glued = frame.format("{{ '<' + t.function.arguments + '>' }}")
     for arguments in ({"city": "Rom"}, '{"city": "Rom"}'):

@@ -1,4 +1,5 @@
-"""Templates that loop for ever, multiply text or build huge values are stopped, quickly and with little memory."""
+"""Templates that loop for ever, multiply text or build huge values are stopped, quickly and with little
+memory."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from edgellm_models.errors import BadInputError
 from edgellm_models.tokenizer.chat_template import ChatTemplates
 from edgellm_models.tokenizer.template_sandbox import LimitedEnvironment, compile_template, render_template
-
 from tests.support.chat_samples import TEMPLATES
 
 MESSAGES = [{"role": "user", "content": "x" * 100}]
@@ -28,9 +29,11 @@ NASTY = {
     "nested lists": "{% set l = range(9999) | list %}" + "{% for a in l %}" * 6 + "{% endfor %}" * 6,
     "huge range": "{% for a in range(10 ** 12) %}{% endfor %}",
     "nested strings": "{% set s = 'a' * 50000 %}{% for a in s %}{% for b in s %}{% endfor %}{% endfor %}",
-    "filtered loop": "{% set s = 'a' * 50000 %}{% for a in s %}{% for b in s if b == 'c' %}{% endfor %}{% endfor %}",
+    "filtered loop": "{% set s = 'a' * 50000 %}{% for a in s %}{% for b in s if b == 'c' %}{% endfor %}{%"
+    " endfor %}",
     "recursion": "{% macro m(n) %}{{ m(n + 1) }}{% endmacro %}{{ m(0) }}",
-    "branching recursion": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+    "branching recursion": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro"
+    " %}{{ m(60) }}",
     "recursive loop": "{% for a in [[[]]] recursive %}{{ loop([[1], [1]]) }}{% endfor %}",
     "repeat": "{{ 'abcdefgh' * 10000000000 }}",
     "repeat left": "{{ 10000000000 * 'abcdefgh' }}",
@@ -46,7 +49,8 @@ NASTY = {
     "double by replace": DOUBLING.replace("BODY", "ns.x.replace('a', ns.x)"),
     "double by replace filter": DOUBLING.replace("BODY", "ns.x | replace('a', ns.x)"),
     "double by macro": "{% macro m(x) %}{{ x }}{{ x }}{% endmacro %}" + DOUBLING.replace("BODY", "m(ns.x)"),
-    "double by block": "{% set ns = namespace(x='ab') %}{% for i in range(99) %}{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}"
+    "double by block": "{% set ns = namespace(x='ab') %}{% for i in range(99) %}{% set y %}{{ ns.x }}{{"
+    " ns.x }}{% endset %}"
     "{% set ns.x = y %}{% endfor %}",
     "double list by +": GROWING_LIST.replace("BODY", "ns.x + ns.x"),
     "double list by *": GROWING_LIST.replace("BODY", "ns.x * 2"),
@@ -57,8 +61,10 @@ NASTY = {
     "nest by namespace": GROWING_LIST.replace("BODY", "namespace(a=ns.x, b=ns.x)") + "{{ ns.x }}",
     "compare nests": "{% set n = namespace(x=[1], y=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}"
     "{% set n.y = [n.y, n.y] %}{% endfor %}{{ n.x == n.y }}",
-    "fromkeys": "{% set k = range(99999) | list %}{% set v = 'v' * 99999 %}{{ dict.fromkeys(k, v) | string | length }}",
-    "big number": "{% set ns = namespace(x=9) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+    "fromkeys": "{% set k = range(99999) | list %}{% set v = 'v' * 99999 %}{{ dict.fromkeys(k, v) | string"
+    " | length }}",
+    "big number": "{% set ns = namespace(x=9) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{%"
+    " endfor %}",
     "big power": "{{ 9 ** 999999999 }}",
     "nested power": "{{ (9 ** 999) ** 999 ** 999 }}",
     "center": "{{ 'x' | center(10000000000) }}",
@@ -79,7 +85,8 @@ NASTY = {
     "slice": "{{ [1] | slice(10000000000) | list | length }}",
     "round": "{{ 1.5 | round(10000000000) }}",
     "wordwrap": "{{ ('a ' * 99999) | wordwrap(1, true, 'y' * 99999) }}",
-    "map many": "{% set s = 'a' * 99999 %}{% set l = [s] * 30 %}{% for i in range(999) %}{% for u in l | map('upper') %}"
+    "map many": "{% set s = 'a' * 99999 %}{% set l = [s] * 30 %}{% for i in range(999) %}{% for u in l |"
+    " map('upper') %}"
     "{% endfor %}{% endfor %}",
     "join many method": "{% set s = 'a' * 99999 %}{{ s.join(range(99999) | map('string')) }}",
     "join letters": "{% set s = 'a' * 99999 %}{{ s.join(s) }}",
@@ -116,7 +123,8 @@ def run_all() -> dict[str, tuple[str, float]]:
 
 @pytest.fixture(scope="module")
 def ends() -> dict[str, tuple[str, float]]:
-    """Run in a process that may not have more than 2 GB, so that a template that gets through harms nobody."""
+    """Run in a process that may not have more than 2 GB, so that a template that gets through harms
+    nobody."""
     code = (
         "import json, sys; sys.path[:0] = sys.argv[1:]\n"
         "try:\n"

@@ -7,12 +7,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from edgellm_models.tokenizer import load_tokenizer
-from edgellm_models.tokenizer.base import TokenKind, Tokenizer
-from edgellm_models.tokenizer.stream_decoder import StreamDecoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edgellm_models.tokenizer import load_tokenizer
+from edgellm_models.tokenizer.base import Tokenizer, TokenKind
+from edgellm_models.tokenizer.stream_decoder import StreamDecoder
 from tests.support.vocabularies import bpe_fields, spm_fields
 
 
@@ -55,7 +55,8 @@ def test_incomplete_tail_is_one_replacement_character_at_the_end() -> None:
 
 
 def test_dummy_space_is_removed_exactly_once() -> None:
-    """A05: of a SentencePiece text one leading space is a dummy; a second one is real. Byte-level BPE has none."""
+    """A05: of a SentencePiece text one leading space is a dummy; a second one is real. Byte-level BPE has
+    none."""
     spm = tokenizers()["spm"]
     ids = [spm.token_id("▁"), spm.token_id("▁leading"), spm.token_id("▁x")]
     assert spm.decode(ids) == " leading x"  # type: ignore[arg-type]

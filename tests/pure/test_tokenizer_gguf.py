@@ -1,4 +1,5 @@
-"""Tokenizers from GGUF fields: special tokens, BOS, end ids, and every way in which the fields can be wrong."""
+"""Tokenizers from GGUF fields: special tokens, BOS, end ids, and every way in which the fields can be
+wrong."""
 
 from __future__ import annotations
 
@@ -7,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from edgellm_models.errors import BadInputError
 from edgellm_models.tokenizer import load_tokenizer
-from edgellm_models.tokenizer.base import TokenKind, Tokenizer
-
+from edgellm_models.tokenizer.base import Tokenizer, TokenKind
 from tests.support.vocabularies import bpe_fields, spm_fields
 
 K = "tokenizer.ggml."
@@ -130,7 +131,8 @@ def test_kinds(fields: dict[str, Any]) -> None:
     assert tokenizer.vocab_size == len(fields[K + "tokens"])
 
 
-# --- SentencePiece ----------------------------------------------------------------------------------------------
+# --- SentencePiece
+# ----------------------------------------------------------------------------------------------
 
 
 def test_dummy_prefix_and_byte_fallback() -> None:
@@ -154,7 +156,7 @@ def test_user_defined_tokens_are_whole_and_literal_text_joins_its_neighbours() -
         "ll",
     ]
     parts = tokenizer.encode_parts([" he", LiteralText("llo"), " <tag>", LiteralText("<tag>")], add_bos=False)
-    assert parts[:2] == tokenizer.encode(" hello", add_special=False)[:1] + [tokenizer.token_id("▁")]
+    assert parts[:2] == [*tokenizer.encode(" hello", add_special=False)[:1], tokenizer.token_id("▁")]
     assert parts.count(tokenizer.token_id("<tag>")) == 1
 
 
@@ -177,7 +179,8 @@ def test_vocabulary_without_byte_tokens_uses_unknown() -> None:
     assert tokenizer.encode("é", add_special=False)[-1] == tokenizer.unk_id == 0
 
 
-# --- what can be wrong --------------------------------------------------------------------------------------------
+# --- what can be wrong
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

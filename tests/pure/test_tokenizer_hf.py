@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from edgellm_models.errors import BadInputError
 from edgellm_models.tokenizer import load_sampling_defaults, load_tokenizer
-from edgellm_models.tokenizer.base import TokenKind, Tokenizer
-
+from edgellm_models.tokenizer.base import Tokenizer, TokenKind
 from tests.support.corpus import corpus_blocks, corpus_lines
 from tests.support.tiny_tokenizers import STYLES, make_tokenizer
 from tests.support.vocabularies import trained_bpe
@@ -31,8 +31,8 @@ def bpe_json(pre_tokenizer: Any, normalizer: Any = None, **more: Any) -> dict[st
         "version": "1.0",
         "added_tokens": [
             {
-                "id": len(pieces) + n, "content": content, "single_word": False, "lstrip": False, "rstrip": False,
-                "normalized": False, "special": special,
+                "id": len(pieces) + n, "content": content, "single_word": False, "lstrip": False,
+                "rstrip": False, "normalized": False, "special": special,
             }
             for n, (content, special) in enumerate([("<s>", True), ("</s>", True), ("<think>", False)])
         ],
@@ -83,7 +83,8 @@ def split(kind: str, pattern: str) -> dict[str, Any]:
     ids=["gpt2", "llama3-like", "smollm", "falcon", "deepseek", "literal-string"],
 )
 def test_ids_equal_the_tokenizers_library(tmp_path: Path, pre_tokenizer: Any) -> None:
-    """A11: what tokenizer.json says is done, a Split pattern that is a literal string and never matches included."""
+    """A11: what tokenizer.json says is done, a Split pattern that is a literal string and never matches
+    included."""
     from tokenizers import Tokenizer as Library
 
     write(tmp_path, "tokenizer.json", bpe_json(pre_tokenizer, {"type": "NFC"}))
@@ -97,8 +98,8 @@ def test_ids_equal_the_tokenizers_library(tmp_path: Path, pre_tokenizer: Any) ->
 def test_saved_truncation_and_padding_do_not_cut_prompts(tmp_path: Path) -> None:
     truncation = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
     padding = {
-        "strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0,
-        "pad_token": "a",
+        "strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+        "pad_type_id": 0, "pad_token": "a",
     }  # fmt: skip
     write(tmp_path, "tokenizer.json", bpe_json(GPT2, truncation=truncation, padding=padding))
     tokenizer = load(tmp_path)
@@ -147,7 +148,8 @@ def test_added_tokens_of_a_fine_tune(tmp_path: Path, style: str) -> None:
 
 
 def test_tokens_that_only_the_config_knows(tmp_path: Path) -> None:
-    """A13: tokenizer_config.json may declare tokens that tokenizer.json lacks; another id for one is an error."""
+    """A13: tokenizer_config.json may declare tokens that tokenizer.json lacks; another id for one is an
+    error."""
     write(tmp_path, "tokenizer.json", bpe_json(GPT2))
     size = load(tmp_path).vocab_size
     added = {str(size): {"content": "<late>", "special": True}}
@@ -195,7 +197,8 @@ def test_exactly_one_bos(tmp_path: Path) -> None:
 
 
 def test_end_ids_from_everywhere(tmp_path: Path) -> None:
-    """eos_token, config.json (also inside text_config), generation_config.json, and control tokens by text."""
+    """eos_token, config.json (also inside text_config), generation_config.json, and control tokens by
+    text."""
     write(tmp_path, "tokenizer.json", bpe_json(GPT2))
     write(tmp_path, "tokenizer_config.json", {"bos_token": "<s>", "eos_token": "<think>"})
     write(tmp_path, "generation_config.json", {"eos_token_id": [5, 6]})
@@ -228,7 +231,8 @@ def test_tokenizer_model_alone_equals_tokenizer_json(tmp_path: Path, style: str)
         assert one.decode(one.encode(text)) == other.decode(other.encode(text))
 
 
-# --- what can be wrong --------------------------------------------------------------------------------------------
+# --- what can be wrong
+# --------------------------------------------------------------------------------------------
 
 
 def edit(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
@@ -298,7 +302,8 @@ def test_truncated_tokenizer_model(tmp_path: Path) -> None:
             load(tmp_path)
 
 
-# --- sampling defaults ----------------------------------------------------------------------------------------------
+# --- sampling defaults
+# ----------------------------------------------------------------------------------------------
 
 
 def test_sampling_defaults_of_a_folder(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Every pre-tokenizer against a pipeline of the tokenizers library written down from the published tokenizer.json."""
+"""Every pre-tokenizer against a pipeline of the tokenizers library written down from the published
+tokenizer.json."""
 
 from __future__ import annotations
 
@@ -6,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from edgellm_models.errors import BadInputError
 from edgellm_models.tokenizer import load_tokenizer
 from edgellm_models.tokenizer.pre_tokenizers import PRE_TOKENIZERS
-
 from tests.support.corpus import corpus_blocks, corpus_lines
 from tests.support.vocabularies import bpe_fields, trained_bpe
 
@@ -19,7 +20,10 @@ LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
-QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 QWEN35 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -35,7 +39,8 @@ O200K = (
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 DEEPSEEK3 = (
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
+    r" ?[\p{P}\p{S}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
@@ -71,7 +76,9 @@ def published(name: str) -> tuple[list[Any], bool, bool]:
             False,
             False,
         ),
-        "deepseek-v3": ([split(r"\p{N}{1,3}"), split(r"[一-龥぀-ゟ゠-ヿ]+"), split(DEEPSEEK3), raw], False, False),
+        "deepseek-v3": (
+            [split(r"\p{N}{1,3}"), split(r"[一-龥぀-ゟ゠-ヿ]+"), split(DEEPSEEK3), raw], False, False,
+        ),
     }  # fmt: skip
     if name == "falcon":
         steps = [Punctuation("contiguous"), gpt2, Digits(individual_digits=False), split("[0-9][0-9][0-9]")]
@@ -80,8 +87,8 @@ def published(name: str) -> tuple[list[Any], bool, bool]:
 
 
 NAMES = (
-    "gpt-2", "smollm", "refact", "starcoder", "command-r", "llama-bpe", "llama3", "qwen2", "deepseek-r1-qwen", "qwen35",
-    "tekken", "gpt-4o", "deepseek-coder", "deepseek-v3",
+    "gpt-2", "smollm", "refact", "starcoder", "command-r", "llama-bpe", "llama3", "qwen2", "deepseek-r1-qwen",
+    "qwen35", "tekken", "gpt-4o", "deepseek-coder", "deepseek-v3",
 )  # fmt: skip
 
 
@@ -100,7 +107,8 @@ def pipeline(name: str) -> Any:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_ids_equal_the_published_pipeline(name: str) -> None:
-    """A11, A17: every family is cut, composed and merged as its makers do, on every line and across line ends."""
+    """A11, A17: every family is cut, composed and merged as its makers do, on every line and across line
+    ends."""
     ours = load_tokenizer(Path("x.gguf"), "gguf", bpe_fields(name))
     theirs = pipeline(name)
     texts = [FIELD_REPORT_TEXT, *corpus_lines(), *corpus_blocks()]
@@ -131,8 +139,8 @@ def test_the_families_differ_on_the_corpus() -> None:
 def test_falcon_like_sequence() -> None:
     """A11: several steps one after the other, each cutting what the one before left.
 
-    Falcon's file looks for digits after bytes became characters, where some bytes look like digits; its vocabulary was
-    trained so, but this one was not, hence ASCII only.
+    Falcon's file looks for digits after bytes became characters, where some bytes look like digits; its
+    vocabulary was trained so, but this one was not, hence ASCII only.
     """
     ours = load_tokenizer(Path("x.gguf"), "gguf", bpe_fields("falcon"))
     theirs = pipeline("falcon")
@@ -144,7 +152,7 @@ def test_falcon_like_sequence() -> None:
 
 def test_unknown_name_lists_the_known_ones() -> None:
     """A11: never silently another family's splitting."""
-    with pytest.raises(BadInputError, match="'mystery'.*known are:.*llama-bpe.*qwen2.*smollm"):
+    with pytest.raises(BadInputError, match=r"'mystery'.*known are:.*llama-bpe.*qwen2.*smollm"):
         load_tokenizer(Path("x.gguf"), "gguf", bpe_fields("mystery"))
 
 

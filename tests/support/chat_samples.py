@@ -1,5 +1,7 @@
 """Chat templates written in the styles of the families, and conversations to render with them."""
 
+# ruff: noqa: E501 - templates and texts stay on the lines that their makers give them
+
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,7 @@
 """A varied text of over 500 lines for tokenizers: code, scripts, emoji, accents, digits, odd white space."""
 
+# ruff: noqa: E501 - templates and texts stay on the lines that their makers give them
+
 from __future__ import annotations
 
 import random

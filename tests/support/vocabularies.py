@@ -55,15 +55,15 @@ def bpe_fields(pre: str | None = "gpt-2", user_defined: tuple[str, ...] = ("<thi
 
 
 SPM_WORDS = (
-    "▁", "▁le", "ad", "in", "g", "▁leading", "▁lead", "ing", "▁x", "▁analysis", "▁a", "na", "ly", "sis", "ana", "▁ana",
-    "lysis", "▁final", "▁f", "al", "inal", "he", "ll", "o", "▁he", "llo", "▁hello", "▁hell", "h", "e", "l", "a", "d", "n",
-    "i", "y", "s", "f", "x", "en", "▁en", "▁end",
+    "▁", "▁le", "ad", "in", "g", "▁leading", "▁lead", "ing", "▁x", "▁analysis", "▁a", "na", "ly", "sis", "ana",
+    "▁ana", "lysis", "▁final", "▁f", "al", "inal", "he", "ll", "o", "▁he", "llo", "▁hello", "▁hell", "h", "e", "l", "a",
+    "d", "n", "i", "y", "s", "f", "x", "en", "▁en", "▁end",
 )  # fmt: skip
 
 
 def spm_fields(add_space_prefix: bool = True, extra: tuple[tuple[str, int], ...] = ()) -> dict[str, Any]:
-    """GGUF metadata of a SentencePiece BPE vocabulary with byte tokens, tags as user-defined tokens and ``extra``
-    (text, type) entries at the end."""
+    """GGUF metadata of a SentencePiece BPE vocabulary with byte tokens, tags as user-defined tokens and
+    ``extra`` (text, type) entries at the end."""
     words = sorted(dict.fromkeys(SPM_WORDS), key=lambda word: (len(word) == 1, -len(word)))
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "<tag>", "</tag>", *words]
     types = [2, 3, 3] + [6] * 256 + [4, 4] + [1] * len(words)

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 def load_tokenizer(path: Path, file_format: str, metadata: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer of a model.
 
-    ``file_format`` and ``metadata`` are those of its ``Checkpoint``: GGUF key-values, or the parsed config.json of the
-    folder ``path``. BadInputError names the file or field that is wrong.
+    ``file_format`` and ``metadata`` are those of its ``Checkpoint``: GGUF key-values, or the parsed
+    config.json of the folder ``path``. BadInputError names the file or field that is wrong.
     """
     if file_format == "gguf":
         from edgellm_models.tokenizer.from_gguf import tokenizer_from_gguf
@@ -36,7 +36,8 @@ def load_chat_templates(path: Path, file_format: str, metadata: Mapping[str, Any
 def load_sampling_defaults(
     path: Path, file_format: str, metadata: Mapping[str, Any]
 ) -> dict[str, float | int]:
-    """The sampling values that a model's makers recommend, by ``SamplingParams`` field name; empty if none."""
+    """The sampling values that a model's makers recommend, by ``SamplingParams`` field name; empty if
+    none."""
     from edgellm_models.tokenizer.sampling_defaults import sampling_from_gguf, sampling_from_hf
 
     return sampling_from_gguf(metadata) if file_format == "gguf" else sampling_from_hf(path)

@@ -1,4 +1,5 @@
-"""BPE vocabularies through the ``tokenizers`` library: a tokenizer.json as it is, or a pipeline built from GGUF fields."""
+"""BPE vocabularies through the ``tokenizers`` library: a tokenizer.json as it is, or a pipeline built from
+GGUF fields."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from edgellm_models.tokenizer.vocabulary import SpecialFinder, SpecialIds, Speci
 class BpeTokenizer(SharedTokenizer):
     """Lets the library find special tokens and merge.
 
-    For text in which special tokens must not be found there is a second pipeline over the same model (nothing is
-    copied), whose special tokens have secret names: what a text spells can never be one of them.
+    For text in which special tokens must not be found there is a second pipeline over the same model (nothing
+    is copied), whose special tokens have secret names: what a text spells can never be one of them.
     """
 
     def __init__(

@@ -9,7 +9,8 @@ from functools import cache
 def byte_to_char() -> tuple[str, ...]:
     """Per byte value the character that stands for it.
 
-    Printable Latin-1 characters stand for themselves; the 68 others take the code points from 256 on, in order.
+    Printable Latin-1 characters stand for themselves; the 68 others take the code points from 256 on, in
+    order.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = iter(range(256, 512))
@@ -25,7 +26,8 @@ def char_to_byte() -> dict[str, int]:
 def spelled_bytes(text: str) -> bytes:
     """The bytes that a byte-level vocabulary entry stands for.
 
-    An entry with a character outside the alphabet is taken as plain text, whole, as the tokenizers library does.
+    An entry with a character outside the alphabet is taken as plain text, whole, as the tokenizers library
+    does.
     """
     table = char_to_byte()
     try:

@@ -1,4 +1,5 @@
-"""Messages to token ids: special tokens inside what people wrote stay text, earlier answers keep their ids."""
+"""Messages to token ids: special tokens inside what people wrote stay text, earlier answers keep their
+ids."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from edgellm_models.errors import BadInputError, Notice
-from edgellm_models.tokenizer.base import KnownIds, LiteralText, PromptPart, TokenKind, Tokenizer
+from edgellm_models.tokenizer.base import KnownIds, LiteralText, PromptPart, Tokenizer, TokenKind
 from edgellm_models.tokenizer.chat_template import ChatTemplates, PreparedChat
 from edgellm_models.tokenizer.shared import HIDDEN_KINDS, SPECIAL_KINDS
 from edgellm_models.tokenizer.vocabulary import SpecialFinder, SpecialToken
@@ -21,7 +22,8 @@ MAX_TURN_PROBES = 64
 
 @dataclass(frozen=True)
 class RememberedAnswer:
-    """An answer of this model earlier in the conversation: the text it was shown as, and the ids it really was."""
+    """An answer of this model earlier in the conversation: the text it was shown as, and the ids it really
+    was."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -34,7 +36,8 @@ class EncodedChat:
     text: str
     token_ids: tuple[int, ...]
     turn_starts: tuple[int, ...]
-    """Positions at which a message begins, those that could be found, ascending; the first message's is left out."""
+    """Positions at which a message begins, those that could be found, ascending; the first message's is left
+    out."""
     system_tokens: int
     """Leading tokens up to the end of the system prompt; where there is none, those before any text (BOS)."""
     notices: tuple[Notice, ...] = ()
@@ -95,9 +98,10 @@ class ChatEncoder:
     ) -> EncodedChat:
         """The prompt of a conversation.
 
-        Control tokens (and user-defined ones that the template itself writes) in messages of any role but assistant,
-        and in tools, become ordinary text. Remembered answers are matched to assistant messages of equal text, in
-        order. Without either the ids are those of the rendered text. BadInputError as ``ChatTemplates.render``.
+        Control tokens (and user-defined ones that the template itself writes) in messages of any role but
+        assistant, and in tools, become ordinary text. Remembered answers are matched to assistant messages of
+        equal text, in order. Without either the ids are those of the rendered text. BadInputError as
+        ``ChatTemplates.render``.
         """
         chat = self.templates.prepare(messages, tools)
         finder = self._finder(chat.template)
@@ -144,7 +148,8 @@ class ChatEncoder:
                     if kind not in SPECIAL_KINDS:
                         continue
                     text = self.tokenizer.token_bytes(token_id).decode("utf-8", "replace")
-                    # A user-defined token that no template gives a meaning (runs of spaces, <b>) is ordinary text.
+                    # A user-defined token that no template gives a meaning (runs of spaces, <b>) is ordinary
+                    # text.
                     if kind in HIDDEN_KINDS or (text.strip() and text in source):
                         tokens.append(SpecialToken(token_id, text, TokenKind.CONTROL))
                 self._finders[template] = SpecialFinder(tokens)
@@ -153,8 +158,8 @@ class ChatEncoder:
     def _parts(self, stand_ins: _StandIns, text: str) -> list[PromptPart]:
         """The parts of a rendered text.
 
-        Templates of the Llama-2 kind write a space before an answer. Where the answer's first token holds that space
-        itself (the dummy space that decoding removed), it would be there twice.
+        Templates of the Llama-2 kind write a space before an answer. Where the answer's first token holds
+        that space itself (the dummy space that decoding removed), it would be there twice.
         """
         parts = stand_ins.split(text)
         for index, part in enumerate(parts[1:], start=1):
@@ -178,8 +183,8 @@ class ChatEncoder:
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
     ) -> tuple[PreparedChat, str]:
-        """The chat with stand-ins for remembered answers, and its rendering; unchanged where a template does more with
-        an answer than print it (such as cutting off its reasoning)."""
+        """The chat with stand-ins for remembered answers, and its rendering; unchanged where a template does
+        more with an answer than print it (such as cutting off its reasoning)."""
         waiting = list(remembered)
         messages: list[dict[str, Any]] = []
         for message in chat.messages:

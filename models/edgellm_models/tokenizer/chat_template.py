@@ -33,12 +33,14 @@ class PreparedChat:
 
 
 class ChatTemplates:
-    """Named jinja templates and the special token strings they may name. Immutable, for any number of threads."""
+    """Named jinja templates and the special token strings they may name. Immutable, for any number of
+    threads."""
 
     def __init__(
         self, templates: Mapping[str, str], special_strings: Mapping[str, str] | None = None
     ) -> None:
-        """``templates`` by name (``default``, ``tool_use`` ...), ``special_strings`` by name (``bos_token`` ...)."""
+        """``templates`` by name (``default``, ``tool_use`` ...), ``special_strings`` by name (``bos_token``
+        ...)."""
         if not templates:
             raise BadInputError("there is no chat template")
         for name, source in templates.items():
@@ -46,7 +48,8 @@ class ChatTemplates:
                 raise BadInputError(f"the chat template {name!r} must be text, not {type(source).__name__}")
             if len(source) > MAX_TEMPLATE_BYTES:
                 raise BadInputError(
-                    f"the chat template {name!r} has {len(source)} characters; at most {MAX_TEMPLATE_BYTES} are read"
+                    f"the chat template {name!r} has {len(source)} characters; at most {MAX_TEMPLATE_BYTES}"
+                    f" are read"
                 )
         self.templates = dict(templates)
         self.special_strings = dict(special_strings or {})
@@ -95,7 +98,8 @@ class ChatTemplates:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The prompt text. Messages are mappings in OpenAI's form; ``variables`` go to the template as they are."""
+        """The prompt text. Messages are mappings in OpenAI's form; ``variables`` go to the template as they
+        are."""
         return self.render_prepared(self.prepare(messages, tools), add_generation_prompt, **variables)
 
     def _render(
@@ -143,7 +147,8 @@ def _named_list(value: Any, where: str) -> dict[str, str]:
 
 
 def chat_templates_from_hf(folder: Path) -> ChatTemplates | None:
-    """chat_template.jinja wins over the lists in JSON files; further ones lie in additional_chat_templates/."""
+    """chat_template.jinja wins over the lists in JSON files; further ones lie in
+    additional_chat_templates/."""
     found: dict[str, str] = {}
     for name in ("tokenizer_config.json", "chat_template.json"):
         value = read_json_object(folder / name).get("chat_template")

@@ -1,6 +1,7 @@
 """A tokenizer from the tokenizer.ggml.* fields of a GGUF file.
 
-Field names and defaults: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and llama.cpp's llama-vocab.cpp.
+Field names and defaults: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and llama.cpp's
+llama-vocab.cpp.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ MAX_MERGES = 8_000_000
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> SharedTokenizer:
-    """The tokenizer that a GGUF file's metadata describes. BadInputError names the field that is wrong or missing."""
+    """The tokenizer that a GGUF file's metadata describes. BadInputError names the field that is wrong or
+    missing."""
     model = metadata.get(_PREFIX + "model")
     if model == "gpt2":
         return _bpe(metadata)
@@ -37,7 +39,8 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> SharedTokenizer:
     if model is None:
         raise BadInputError("the file has no tokenizer (tokenizer.ggml.model is missing)")
     raise BadInputError(
-        f"the tokenizer model {model!r} (tokenizer.ggml.model) is not supported; supported are gpt2 (byte-level BPE) and"
+        f"the tokenizer model {model!r} (tokenizer.ggml.model) is not supported; supported are gpt2"
+        f" (byte-level BPE) and"
         " llama (SentencePiece)"
     )
 
@@ -144,7 +147,8 @@ def _bpe(metadata: Mapping[str, Any]) -> BpeTokenizer:
     if not name:
         missing = Notice(
             "pre_tokenizer_missing",
-            "the file does not say how text is cut into words (tokenizer.ggml.pre), so llama.cpp's default is used;"
+            "the file does not say how text is cut into words (tokenizer.ggml.pre), so llama.cpp's default"
+            " is used;"
             " answers may suffer",
         )
         special = SpecialIds(**{**special.__dict__, "notices": (*special.notices, missing)})
@@ -171,7 +175,8 @@ def _bpe_model(vocabulary: Vocabulary, merges: Sequence[str], definition: PreTok
         for part in (left, right, left + right):
             if part not in vocabulary.ids:
                 raise BadInputError(
-                    f"tokenizer.ggml.merges[{index}] ({merge!r}) needs {part!r}, which is not in the vocabulary"
+                    f"tokenizer.ggml.merges[{index}] ({merge!r}) needs {part!r}, which is not in the"
+                    f" vocabulary"
                 )
         pairs.append((left, right))
     try:
@@ -209,7 +214,8 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> SentencePieceTokenizer:
         unk_id = next((i for i, kind in enumerate(kinds) if kind is TokenKind.UNKNOWN), None)
     if unk_id is None:
         raise BadInputError(
-            "the SentencePiece vocabulary has no unknown token (tokenizer.ggml.unknown_token_id or a token of type 2)"
+            "the SentencePiece vocabulary has no unknown token (tokenizer.ggml.unknown_token_id or a token"
+            " of type 2)"
         )
     types = [_TYPE_OF_KIND[kind] for kind in kinds]
     model = library_pieces(texts, scores, types, unk_id)
@@ -228,7 +234,8 @@ _TYPE_OF_KIND = {kind: number for number, kind in KIND_OF_TYPE.items()}
 
 
 def _phi3_rstrip(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> list[int]:
-    """Phi-3's special tokens swallow white space after them; GGUF cannot say so, hence llama.cpp knows it by name."""
+    """Phi-3's special tokens swallow white space after them; GGUF cannot say so, hence llama.cpp knows it by
+    name."""
     name = str(metadata.get("general.name", "")).lower()
     if "phi-3" not in name and "phi3" not in name:
         return []

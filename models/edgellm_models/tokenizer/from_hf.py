@@ -32,7 +32,8 @@ from edgellm_models.tokenizer.vocabulary import MAX_VOCABULARY, SpecialIds, Voca
 
 
 def tokenizer_from_hf(folder: Path, config: Mapping[str, Any]) -> SharedTokenizer:
-    """The tokenizer of a folder; ``config`` is its parsed config.json. BadInputError names the file that is wrong."""
+    """The tokenizer of a folder; ``config`` is its parsed config.json. BadInputError names the file that is
+    wrong."""
     if (folder / "tokenizer.json").is_file():
         return _from_tokenizer_json(folder, config)
     if (folder / "tokenizer.model").is_file():
@@ -166,7 +167,8 @@ def _add_missing_tokens(folder: Path, pipeline: Any) -> None:
         (pipeline.add_special_tokens if special else pipeline.add_tokens)([token])
         if pipeline.token_to_id(text) != token_id:
             raise BadInputError(
-                f"{folder}: the added token {text!r} should have the id {token_id} but tokenizer.json gives it"
+                f"{folder}: the added token {text!r} should have the id {token_id} but tokenizer.json gives"
+                f" it"
                 f" {pipeline.token_to_id(text)}"
             )
 
@@ -196,7 +198,8 @@ def _decoding(path: Path, described: dict[str, Any]) -> tuple[bool, bool]:
     if "Replace" in types or "ByteFallback" in types:
         return False, any(step.get("type") == "Strip" and step.get("start") for step in decoders)
     raise BadInputError(
-        f"{path}: the decoder {sorted(str(t) for t in types) or 'none'} is not supported; supported are byte-level BPE"
+        f"{path}: the decoder {sorted(str(t) for t in types) or 'none'} is not supported; supported are"
+        f" byte-level BPE"
         " and SentencePiece style"
     )
 

@@ -1,7 +1,9 @@
-"""How each family of byte-level BPE cuts a text into words before merging, by its GGUF name (tokenizer.ggml.pre).
+"""How each family of byte-level BPE cuts a text into words before merging, by its GGUF name
+(tokenizer.ggml.pre).
 
-GGUF files state only a name. The patterns, normalizers and merge rules here are those of the tokenizer.json files that
-the models were published with; the names and their aliases are those that llama.cpp's converter writes.
+GGUF files state only a name. The patterns, normalizers and merge rules here are those of the tokenizer.json
+files that the models were published with; the names and their aliases are those that llama.cpp's converter
+writes.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class PreTokenizer:
     """One published way to cut a text."""
 
     patterns: tuple[str, ...]
-    """Applied one after the other (Oniguruma syntax); a match and what lies between matches each become a word."""
+    """Applied one after the other (Oniguruma syntax); a match and what lies between matches each become a
+    word."""
     nfc: bool = False
     """The text is composed (Unicode NFC) first."""
     ignore_merges: bool = False

@@ -63,7 +63,8 @@ def write_model(
     *,
     keep_normalizer: bool = False,
 ) -> bytes:
-    """A ModelProto. Unless ``keep_normalizer``, the dummy prefix is switched off: the caller adds it himself."""
+    """A ModelProto. Unless ``keep_normalizer``, the dummy prefix is switched off: the caller adds it
+    himself."""
     out = bytearray()
     pack = struct.Struct("<BfBB").pack
     for text, score, kind in zip(texts, scores, types, strict=True):

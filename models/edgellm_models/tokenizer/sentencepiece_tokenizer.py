@@ -1,4 +1,5 @@
-"""SentencePiece vocabularies through the ``sentencepiece`` library: from tokenizer.model or rebuilt from GGUF fields."""
+"""SentencePiece vocabularies through the ``sentencepiece`` library: from tokenizer.model or rebuilt from GGUF
+fields."""
 
 from __future__ import annotations
 
@@ -53,8 +54,8 @@ def special_tokens(vocabulary: Vocabulary, rstrip: Iterable[int] = ()) -> list[S
 class SentencePieceTokenizer(SharedTokenizer):
     """Cuts out special tokens itself and gives the library the text between them.
 
-    In the library's model user-defined pieces are of type UNUSED, so that they are never made from ordinary text; the
-    dummy space is added here, since only here is known what precedes a stretch of text.
+    In the library's model user-defined pieces are of type UNUSED, so that they are never made from ordinary
+    text; the dummy space is added here, since only here is known what precedes a stretch of text.
     """
 
     def __init__(
@@ -76,7 +77,8 @@ class SentencePieceTokenizer(SharedTokenizer):
             self._processor: Any = sentencepiece.SentencePieceProcessor(model_proto=model)
         except (RuntimeError, OSError, ValueError) as error:
             raise BadInputError(
-                f"the SentencePiece vocabulary of {num_pieces} pieces cannot be used: {str(error).splitlines()[-1]}"
+                f"the SentencePiece vocabulary of {num_pieces} pieces cannot be used:"
+                f" {str(error).splitlines()[-1]}"
             ) from error
         if self._processor.vocab_size() != num_pieces:
             raise BadInputError(
@@ -135,7 +137,8 @@ def check_byte_tokens(texts: Sequence[str], kinds: Sequence[TokenKind]) -> None:
         value = parse_byte_token(texts[token_id])
         if value is None:
             raise BadInputError(
-                f"token {token_id} is of type BYTE but is spelled {texts[token_id]!r}; a byte token is spelled <0xXX>"
+                f"token {token_id} is of type BYTE but is spelled {texts[token_id]!r}; a byte token is"
+                f" spelled <0xXX>"
                 " with two hexadecimal digits"
             )
         if owners.setdefault(value, token_id) != token_id:

@@ -12,15 +12,15 @@ from edgellm_models.tokenizer.shared import HIDDEN_KINDS
 class StreamDecoder:
     """Incremental ``Tokenizer.decode`` of one answer.
 
-    The strings of all ``push`` calls and of ``finish``, joined, are ``tokenizer.decode`` of all ids, whatever the
-    split. A character leaves in the push that completes it; only an incomplete UTF-8 tail is held back.
+    The strings of all ``push`` calls and of ``finish``, joined, are ``tokenizer.decode`` of all ids, whatever
+    the split. A character leaves in the push that completes it; only an incomplete UTF-8 tail is held back.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, show_special: bool = False, *, continues_text: bool = False
     ) -> None:
-        """``continues_text``: the ids go on where a prompt's text ends (raw completion), so that the first space is
-        a real one and stays."""
+        """``continues_text``: the ids go on where a prompt's text ends (raw completion), so that the first
+        space is a real one and stays."""
         self._tokenizer = tokenizer
         self._show_special = show_special
         self._at_start = tokenizer.strips_leading_space and not continues_text

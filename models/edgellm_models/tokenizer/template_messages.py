@@ -1,4 +1,5 @@
-"""Messages in the form that a certain chat template expects: roles, content parts, tool calls, the system prompt."""
+"""Messages in the form that a certain chat template expects: roles, content parts, tool calls, the system
+prompt."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ def _checked_parts(parts: Sequence[Any], role: str) -> list[dict[str, Any]]:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if not isinstance(part, Mapping) or kind not in ("text", "input_text", "output_text"):
             raise BadInputError(
-                f"a content part of type {kind!r} (in a {role} message) is not supported by a text model; supported is"
+                f"a content part of type {kind!r} (in a {role} message) is not supported by a text model;"
+                f" supported is"
                 " 'text'"
             )
         text = part.get("text")
@@ -148,7 +150,8 @@ def fold_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def prepare_messages(
     messages: Sequence[Mapping[str, Any]], traits: TemplateTraits, source: str
 ) -> tuple[list[dict[str, Any]], list[Notice]]:
-    """Messages as a template with these traits takes them, and what was changed for that. The input is untouched."""
+    """Messages as a template with these traits takes them, and what was changed for that. The input is
+    untouched."""
     prepared: list[dict[str, Any]] = []
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
@@ -171,7 +174,8 @@ def prepare_messages(
         notices.append(
             Notice(
                 "system_folded",
-                "the model's chat template has no system role, so the system prompt stands at the start of the user's"
+                "the model's chat template has no system role, so the system prompt stands at the start of"
+                " the user's"
                 " message",
             )
         )

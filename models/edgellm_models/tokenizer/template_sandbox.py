@@ -1,14 +1,20 @@
-"""A jinja2 sandbox for untrusted chat templates: the options of transformers, bounded in time, memory and output.
+"""A jinja2 sandbox for untrusted chat templates: the options of transformers, bounded in time, memory and
+output.
 
-Templates come with model files, so they are code of strangers. jinja2's immutable sandbox keeps them from Python's
-insides; this module keeps them from running for ever and from filling memory:
+Templates come with model files, so they are code of strangers. jinja2's immutable sandbox keeps them from
+Python's insides; this module keeps them from running for ever and from filling memory:
 
-- every loop asks a clock at each item, every call, filter and operator asks it once (CPU seconds of this thread);
-- every string that a call, filter, operator, ``~`` or output makes is counted against one budget per rendering, and
-  what could be huge in a single step (repeat, pad, join, replace, format, power) is computed beforehand and refused;
-- containers are measured as if unfolded, so that ``[x, x]`` of ``[x, x]`` ... cannot hide 2**40 items in 40 lists.
+- every loop asks a clock at each item, every call, filter and operator asks it once (CPU seconds of this
+thread);
+- every string that a call, filter, operator, ``~`` or output makes is counted against one budget per
+rendering, and
+  what could be huge in a single step (repeat, pad, join, replace, format, power) is computed beforehand and
+  refused;
+- containers are measured as if unfolded, so that ``[x, x]`` of ``[x, x]`` ... cannot hide 2**40 items in 40
+lists.
 
-The hooks are put into the syntax tree before it is compiled; the text that a template renders is not changed by them.
+The hooks are put into the syntax tree before it is compiled; the text that a template renders is not changed
+by them.
 """
 
 from __future__ import annotations
@@ -99,7 +105,8 @@ _budget: ContextVar[Budget] = ContextVar("edgellm_template_budget")
 
 
 class _TickingIterable:
-    """An iterable that asks the clock at each item; its length is that of the original, as ``loop.length`` needs."""
+    """An iterable that asks the clock at each item; its length is that of the original, as ``loop.length``
+    needs."""
 
     def __init__(self, inner: Any, budget: Budget) -> None:
         self._inner = inner
@@ -175,7 +182,8 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON for a prompt: characters stay themselves, keys keep their order (jinja2's own filter escapes for HTML)."""
+    """JSON for a prompt: characters stay themselves, keys keep their order (jinja2's own filter escapes for
+    HTML)."""
     size = _budget.get().unfolded(value)
     step = indent if isinstance(indent, int) else len(indent or "")
     if step * size > MAX_MADE_CHARS:
@@ -232,7 +240,8 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         for name, function in list(self.filters.items()):
             self.filters[name] = _limited_filter(name, function)
 
-    # --- hooks that the compiled template calls --------------------------------------------------------------
+    # --- hooks that the compiled template calls
+    # --------------------------------------------------------------
 
     def limited_loop(self, items: Any) -> Any:
         return _TickingIterable(items, _budget.get())
@@ -257,7 +266,8 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         _budget.get().unfolded(value)
         return value
 
-    # --- jinja2's own hooks ----------------------------------------------------------------------------------
+    # --- jinja2's own hooks
+    # ----------------------------------------------------------------------------------
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         return _instrument(super()._parse(source, name, filename))
@@ -385,7 +395,8 @@ def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
     return limited
 
 
-# --- the syntax tree ------------------------------------------------------------------------------------------
+# --- the syntax tree
+# ------------------------------------------------------------------------------------------
 
 
 def _hook(name: str, arguments: list[Any], line: int) -> nodes.Call:
@@ -472,7 +483,8 @@ def input_size(value: Any) -> int:
 def render_template(
     template: jinja2.Template, variables: Mapping[str, Any], *, seconds: float = MAX_SECONDS
 ) -> str:
-    """The rendered text. BadInputError for whatever goes wrong in the template, with its reason in one line."""
+    """The rendered text. BadInputError for whatever goes wrong in the template, with its reason in one
+    line."""
     token = _budget.set(Budget(seconds, input_size(variables)))
     try:
         return "".join(template.generate(variables))

@@ -41,7 +41,8 @@ _END_TEXTS = frozenset(
 
 
 def parse_byte_token(text: str) -> int | None:
-    """The value of a byte token spelled ``<0xXX>`` with exactly two hex digits; None for every other spelling."""
+    """The value of a byte token spelled ``<0xXX>`` with exactly two hex digits; None for every other
+    spelling."""
     match = _BYTE_TOKEN.match(text)
     return int(match.group(1), 16) if match else None
 
@@ -94,7 +95,8 @@ class Vocabulary:
         ordinary_bytes: Callable[[str], bytes],
         text_bytes: Callable[[str], bytes] = lambda text: text.encode("utf-8", "replace"),
     ) -> None:
-        """``ordinary_bytes`` turns the spelling of a normal entry into bytes, ``text_bytes`` that of a special one."""
+        """``ordinary_bytes`` turns the spelling of a normal entry into bytes, ``text_bytes`` that of a
+        special one."""
         if not texts:
             raise BadInputError("the tokenizer has no vocabulary entries")
         if len(texts) > MAX_VOCABULARY:
