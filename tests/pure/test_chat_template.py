@@ -18,7 +18,10 @@ from edgellm_models.tokenizer.chat_template import ChatTemplates
 from tests.support.chat_samples import TEMPLATES, TOOL_TALK, TOOLS
 
 STRINGS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-PARTS = "{% for m in messages %}[{{ m.role }}]{% for p in m.content %}{{ p.text | trim }};{% endfor %}{% endfor %}"
+PARTS = (
+    "{% for m in messages %}[{{ m.role }}]{% for p in m.content %}{{ p.text | trim }};"
+    "{% endfor %}{% endfor %}"
+)
 BOTH = (
     "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for p in m.content %}{{ p.text }};{% endfor %}{% endif %}{% endfor %}"

@@ -55,9 +55,9 @@ def bpe_fields(pre: str | None = "gpt-2", user_defined: tuple[str, ...] = ("<thi
 
 
 SPM_WORDS = (
-    "▁", "▁le", "ad", "in", "g", "▁leading", "▁lead", "ing", "▁x", "▁analysis", "▁a", "na", "ly", "sis", "ana",
-    "▁ana", "lysis", "▁final", "▁f", "al", "inal", "he", "ll", "o", "▁he", "llo", "▁hello", "▁hell", "h", "e", "l", "a",
-    "d", "n", "i", "y", "s", "f", "x", "en", "▁en", "▁end",
+    "▁", "▁le", "ad", "in", "g", "▁leading", "▁lead", "ing", "▁x", "▁analysis", "▁a", "na", "ly", "sis",
+    "ana", "▁ana", "lysis", "▁final", "▁f", "al", "inal", "he", "ll", "o", "▁he", "llo", "▁hello", "▁hell",
+    "h", "e", "l", "a", "d", "n", "i", "y", "s", "f", "x", "en", "▁en", "▁end",
 )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ import jinja2.nodes as nodes
 import jinja2.sandbox
 
 from edgellm_models.errors import BadInputError
+from edgellm_models.tokenizer.template_hooks import instrument
 
 MAX_SECONDS = 5.0
 """CPU time of one rendering; a conversation of thousands of messages takes under one."""
@@ -270,7 +271,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     # ----------------------------------------------------------------------------------
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        return _instrument(super()._parse(source, name, filename))
+        return instrument(super()._parse(source, name, filename))
 
     def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
         budget = _budget.get()
@@ -393,57 +394,6 @@ def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         return _counted(function(*args, **kwargs), budget)
 
     return limited
-
-
-# --- the syntax tree
-# ------------------------------------------------------------------------------------------
-
-
-def _hook(name: str, arguments: list[Any], line: int) -> nodes.Call:
-    return nodes.Call(nodes.EnvironmentAttribute(name), arguments, [], None, None, lineno=line)
-
-
-def _instrument(template: nodes.Template) -> nodes.Template:
-    """Puts the hooks into a parsed template."""
-    for node in list(template.find_all(nodes.For)):
-        node.iter = _hook("limited_loop", [node.iter], node.lineno)
-    for output in list(template.find_all(nodes.Output)):
-        literal = sum(len(child.data) for child in output.nodes if isinstance(child, nodes.TemplateData))
-        printed: list[nodes.Expr] = [
-            child
-            if isinstance(child, nodes.TemplateData)
-            else _hook("limited_output", [child], output.lineno)
-            for child in output.nodes
-        ]
-        if literal:
-            printed.insert(0, _hook("limited_text", [nodes.Const(literal)], output.lineno))
-        output.nodes = printed
-    _replace_expressions(template)
-    return template
-
-
-def _replace_expressions(node: nodes.Node) -> None:
-    """Wraps ``~`` and list, tuple and dict displays below a node, innermost first."""
-    for name, value in list(node.iter_fields()):
-        if isinstance(value, nodes.Node):
-            _replace_expressions(value)
-            setattr(node, name, _replaced(value))
-        elif isinstance(value, list):
-            for index, item in enumerate(value):
-                if isinstance(item, nodes.Node):
-                    _replace_expressions(item)
-                    value[index] = _replaced(item)
-
-
-def _replaced(node: nodes.Node) -> nodes.Node:
-    if isinstance(node, nodes.Concat):
-        return _hook("limited_concat", list(node.nodes), node.lineno)
-    stored = isinstance(node, nodes.Tuple) and node.ctx != "load"
-    if isinstance(node, nodes.List | nodes.Tuple | nodes.Dict) and not stored:
-        if all(isinstance(child, nodes.Const) for child in node.iter_child_nodes()):
-            return node
-        return _hook("limited_container", [node], node.lineno)
-    return node
 
 
 def compile_template(environment: LimitedEnvironment, source: str) -> jinja2.Template:
