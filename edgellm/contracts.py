@@ -447,6 +447,9 @@ class PlannedSequence:
     is_prefill: bool
     needs_logits: bool
     draft_limit: int = 0
+    total_length: int = 0
+    """Tokens of the sequence by now, those that a later step runs included: length-dependent rope scaling
+    goes by it, so that every chunk of a sequence turns alike. 0 is what ends with this step."""
 
 
 @dataclass(frozen=True)

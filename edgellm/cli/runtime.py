@@ -129,6 +129,7 @@ def load_runtime(
         pools,
         context_length=context,
         vocab_size=spec.vocab_size,
+        rope_switch_length=spec.rope_switch_length,
         make_decoder=lambda request: StreamDecoder(tokenizer, continues_text=request.continues_text),
         recorder=StatsRecorder(
             weight_bytes=decoder.weight_bytes,

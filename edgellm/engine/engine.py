@@ -47,6 +47,7 @@ class Engine:
         vocab_size: int,
         make_decoder: Callable[[GenerationRequest], TextDecoder],
         prefill_chunk: int = PREFILL_CHUNK,
+        rope_switch_length: int | None = None,
         recorder: StatsRecorder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -57,6 +58,7 @@ class Engine:
         self._pools = tuple(pools)
         self._make_decoder = make_decoder
         self._prefill_chunk = prefill_chunk
+        self._rope_switch_length = rope_switch_length
         self._recorder = recorder or StatsRecorder()
         self._clock = clock
         self._waiting: deque[Sample] = deque()
@@ -102,14 +104,18 @@ class Engine:
         sample = self._running
         prefilled = decoded = 0
         if sample is not None:
+            notice = self._restart_notice(sample)
             plan = self._plan(sample)
             result = self._runner.execute(plan)
             if [r.sequence_id for r in result.results] != [sample.sequence_id]:
                 raise EngineError(f"step {plan.step} brought results of other sequences than the planned one")
             now = self._clock()
-            event = self._commit(sample, plan.sequences[0], result.results[0], now)
+            planned = plan.sequences[0]
+            if notice is not None:
+                events.append(TokenEvent(sample.request.request_id, sample.index, notice=notice))
+            event = self._commit(sample, planned, result.results[0], now)
             events.append(event)
-            prefilled = len(plan.sequences[0].token_ids) if plan.sequences[0].is_prefill else 0
+            prefilled = len(planned.token_ids) if planned.is_prefill else 0
             decoded = len(event.token_ids)
             self._recorder.record(start, now, prefilled, decoded)
         events.extend(self._queue_events())
@@ -143,6 +149,7 @@ class Engine:
             answer=answer,
             tables=[BlockTable(pool) for pool in self._pools],
             arrived=request.arrival_time or now,
+            token_ids=list(request.prompt_token_ids),
             fills_context=asked is None or asked > room,
         )
         self._next_sequence_id += 1
@@ -183,37 +190,51 @@ class Engine:
                 self._running = sample
         return events
 
-    def _plan(self, sample: Sample) -> StepPlan:
-        prompt = sample.request.prompt_token_ids
-        is_prefill = sample.prefilled < len(prompt)
-        started: tuple[SequenceStart, ...] = ()
-        if is_prefill:
-            position = sample.prefilled
-            tokens = prompt[position : position + self._prefill_chunk]
-            if position == 0:
-                started = (
-                    SequenceStart(
-                        sample.sequence_id,
-                        prompt,
-                        sample.request.sampling,
-                        sample.seed,
-                        sample.index,
-                        sample.request.logprobs,
-                    ),
-                )
-        else:
-            position = len(prompt) + sample.answer.num_tokens - 1  # of the last token, which has no KV yet
-            tokens = (sample.last_token_id,)
-        end = position + len(tokens)
+    def _restart_notice(self, sample: Sample) -> Notice | None:
+        """Makes a sample that has just outgrown the rope's short scaling start again; says so.
+
+        K that was stored under the short scaling is of no use beside K under the long one.
+        """
+        limit, length = self._rope_switch_length, len(sample.token_ids)
+        if limit is None or sample.restarted or not 0 < sample.computed <= limit < length:
+            return None
+        if len(sample.request.prompt_token_ids) > limit:  # long from its first chunk on
+            return None
+        sample.restarted = True
+        sample.computed = 0
         for table in sample.tables:
-            table.prepare(committed=position, length=end)
+            table.release()
+        return Notice(
+            "rope_scaling_switched",
+            f"the sequence has outgrown {limit} tokens, where the model's rope scaling changes; its {length} "
+            "tokens are computed again",
+        )
+
+    def _plan(self, sample: Sample) -> StepPlan:
+        started: tuple[SequenceStart, ...] = ()
+        start, length = sample.computed, len(sample.token_ids)
+        if start == 0 and not sample.restarted:
+            started = (
+                SequenceStart(
+                    sample.sequence_id,
+                    sample.request.prompt_token_ids,
+                    sample.request.sampling,
+                    sample.seed,
+                    sample.index,
+                    sample.request.logprobs,
+                ),
+            )
+        end = min(start + self._prefill_chunk, length)
+        for table in sample.tables:
+            table.prepare(committed=start, length=end)
         planned = PlannedSequence(
             sequence_id=sample.sequence_id,
-            token_ids=tokens,
-            start_position=position,
+            token_ids=tuple(sample.token_ids[start:end]),
+            start_position=start,
             block_tables=tuple(table.blocks for table in sample.tables),
-            is_prefill=is_prefill,
-            needs_logits=end >= len(prompt),
+            is_prefill=sample.answer.num_tokens == 0 or end < length or end - start > 1,
+            needs_logits=end == length,
+            total_length=length,
         )
         plan = StepPlan(self._step, (planned,), started, tuple(self._ended))
         self._step += 1
@@ -223,19 +244,24 @@ class Engine:
     def _commit(
         self, sample: Sample, planned: PlannedSequence, result: SequenceResult, now: float
     ) -> TokenEvent:
-        if planned.is_prefill:
-            sample.prefilled += len(planned.token_ids)
+        prompt_is_new = sample.answer.num_tokens == 0
+        sample.computed += len(planned.token_ids)
+        if prompt_is_new:
+            sample.prefilled = sample.computed
         if result.error is not None:
             text = sample.answer.finish()
             return self._finish(sample, FinishReason.ERROR, now, text=text, error=result.error)
-        prefill_done = sample.prefilled if planned.is_prefill else None
+        prefill_done = sample.computed if prompt_is_new else None
         request_id = sample.request.request_id
         if not planned.needs_logits:
             return TokenEvent(request_id, sample.index, prefill_done=prefill_done)
         if not result.token_ids:
             raise EngineError(f"step {self._step - 1} brought no token for a sequence that needed one")
         step = sample.answer.push(result.token_ids)
-        sample.last_token_id = step.token_ids[-1]
+        sample.token_ids.extend(step.token_ids)
+        sample.computed = (
+            len(sample.token_ids) - 1
+        )  # of the tokens that one step brought only the last has no KV
         if sample.first_token_at is None:
             sample.first_token_at = now
         sample.last_token_at = now

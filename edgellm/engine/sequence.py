@@ -29,12 +29,16 @@ class Sample:
     answer: Answer
     tables: list[BlockTable]
     arrived: float
+    token_ids: list[int]
+    """Prompt and answer; the newest has not been run yet."""
     fills_context: bool
     """Its limit is the context's, not the request's: reaching it deserves a notice."""
+    computed: int = 0
+    """Leading tokens whose KV is committed."""
     prefilled: int = 0
-    """Prompt tokens whose KV is committed."""
-    last_token_id: int = -1
-    """The newest token, not run yet."""
+    """Prompt tokens that were computed, for the timings: again after a restart does not count."""
+    restarted: bool = False
+    """The KV of everything so far is being computed again; no more than once."""
     started_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None

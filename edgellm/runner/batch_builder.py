@@ -10,14 +10,8 @@ from edgellm.contracts import PlannedSequence
 from edgellm_kernels.batch import ForwardBatch, GroupTables
 
 
-def build_batch(
-    sequences: Sequence[PlannedSequence], block_size: int, prompt_lengths: Sequence[int], device: str = "cpu"
-) -> ForwardBatch:
-    """The batch of a plan's sequences, in order; where logits are needed, those of the last token.
-
-    ``prompt_lengths`` are those of the whole prompts: every chunk of a prompt chooses its rotary scaling by
-    it.
-    """
+def build_batch(sequences: Sequence[PlannedSequence], block_size: int, device: str = "cpu") -> ForwardBatch:
+    """The batch of a plan's sequences, in order; where logits are needed, those of the last token."""
     token_ids: list[int] = []
     positions: list[int] = []
     query_starts = [0]
@@ -38,7 +32,7 @@ def build_batch(
         max_query=max(len(s.token_ids) for s in sequences),
         max_key=-(-max(key_lengths) // block_size) * block_size,
         rope_lengths=torch.tensor(
-            [max(pair) for pair in zip(prompt_lengths, key_lengths, strict=True)],
+            [max(s.total_length, keys) for s, keys in zip(sequences, key_lengths, strict=True)],
             dtype=torch.int64,
             device=device,
         ),

@@ -38,22 +38,18 @@ class ModelRunner:
         self._block_size = block_size
         self._device = device
         self._sampler = Sampler(vocab_size)
-        self._prompt_lengths: dict[int, int] = {}
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs one plan. Unusable logits are an error of their sequence; a failing kernel raises."""
         for sequence_id in plan.ended:
             self._sampler.end(sequence_id)
-            self._prompt_lengths.pop(sequence_id, None)
         for start in plan.started:
             self._sampler.start(start)
-            self._prompt_lengths[start.sequence_id] = len(start.prompt_token_ids)
         if not plan.sequences:
             return StepResult(plan.step, ())
         wanted = [s for s in plan.sequences if s.needs_logits]
         with torch.inference_mode():
-            lengths = [self._prompt_lengths[s.sequence_id] for s in plan.sequences]
-            batch = build_batch(plan.sequences, self._block_size, lengths, self._device)
+            batch = build_batch(plan.sequences, self._block_size, self._device)
             logits = self._decoder.forward(batch, self._kv)
             draws: dict[int, Draw] = {}
             if wanted:

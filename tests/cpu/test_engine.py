@@ -17,7 +17,7 @@ from tests.support.bigram import bigram_gguf, make_bigram
 from tests.support.engines import LoadedEngine, Result, load_engine, run_all, run_one, spec_of
 from tests.support.real_models import real_model
 from tests.support.tiny_models import make_tiny
-from tests.support.transformers_oracle import greedy, transformers_model
+from tests.support.transformers_oracle import greedy, is_tie, transformers_logits, transformers_model
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=40)
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
@@ -228,15 +228,42 @@ def test_random_cancels_leave_all_blocks_free(tiny: Path) -> None:
     assert loaded.engine.stats.kv_blocks["used"] == 0
 
 
+# --- rope scalings that change with the length ---
+
+
+@pytest.mark.parametrize("prompt_length", [20, 32, 33])
+def test_an_answer_that_outgrows_the_short_rope_is_computed_again(tmp_path: Path, prompt_length: int) -> None:
+    """longrope turns every position by other angles beyond the original context: stored K of the short kind
+    must not stay. The oracle computes the whole sequence anew for every token.
+    """
+    rope = {"type": "longrope", "long_factor": [3.0] * 8, "short_factor": [1.0] * 8}
+    folder = make_tiny(
+        "phi3", tmp_path, rope_scaling=rope, original_max_position_embeddings=32, max_position_embeddings=256
+    )
+    loaded = load_engine(folder, chunk=8, block_size=4)
+    ids = [(7 * i) % 90 + 5 for i in range(prompt_length)]
+    result = run_one(loaded, ids, greedy_for(24))
+    notices = [event.notice.kind for event in result.events if event.notice]
+    assert notices.count("rope_scaling_switched") == (1 if prompt_length <= 32 else 0)
+    model = transformers_model(folder)
+    whole = list(ids)
+    for token_id in result.token_ids:
+        logits = transformers_logits(model, whole)[-1]
+        assert is_tie(logits) or token_id == int(logits.argmax()), f"at position {len(whole)}"
+        whole.append(token_id)
+    assert result.events[-1].timings is not None
+    assert result.events[-1].timings.prefill_tokens == prompt_length
+
+
 # --- tables and sizes ---
 
 
 def test_a_plan_becomes_tensors() -> None:
     sequences = [
-        PlannedSequence(1, (10, 11, 12), 5, ((4, 7), (-1, 9)), True, False),
+        PlannedSequence(1, (10, 11, 12), 5, ((4, 7), (-1, 9)), True, False, total_length=30),
         PlannedSequence(2, (20,), 8, ((1, 2, 3), (-1, -1, 6)), False, True),
     ]
-    batch = build_batch(sequences, 4, prompt_lengths=[30, 6])
+    batch = build_batch(sequences, 4)
     assert batch.token_ids.tolist() == [10, 11, 12, 20]
     assert batch.positions.tolist() == [5, 6, 7, 8]
     assert batch.query_starts.tolist() == [0, 3, 4] and batch.logit_rows.tolist() == [3]

@@ -41,6 +41,7 @@ def load_engine(
         pools,
         context_length=length,
         vocab_size=spec.vocab_size,
+        rope_switch_length=spec.rope_switch_length,
         make_decoder=lambda request: StreamDecoder(tokenizer, continues_text=request.continues_text),
         prefill_chunk=chunk,
     )
