@@ -18,6 +18,11 @@ from tests.support.tiny_models import make_tiny
 _YARN_BETAS = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0, "beta_slow": 2.0}
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-window": ("phi3", {"sliding_window": 12}),
+    "mistral-window": ("mistral", {"sliding_window": 12}),
+    "qwen2-window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1},
+    ),
     "llama-yarn-betas": ("llama", {"rope_scaling": {**_YARN_BETAS, "original_max_position_embeddings": 64}}),
     "llama-dynamic": ("llama", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}),
 }

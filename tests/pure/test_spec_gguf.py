@@ -78,6 +78,11 @@ def test_head_that_is_missing_is_the_embedding() -> None:
     [
         ("llama", {"attention.sliding_window": 8}, [None] * 6),
         ("qwen2", {"attention.sliding_window": 8}, [None] * 6),
+        (
+            "llama",
+            {"attention.sliding_window": 8, "attention.sliding_window_pattern": [True] * 4 + [False] * 2},
+            [8] * 4 + [None] * 2,
+        ),
         ("gemma2", {}, [4096, None] * 3),
         ("gemma2", {"attention.sliding_window": 8}, [8, None] * 3),
         ("gemma3", {"attention.sliding_window": 8}, [8] * 5 + [None]),

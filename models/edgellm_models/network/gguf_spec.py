@@ -148,15 +148,18 @@ def _query_scale(
 
 
 def _windows(keys: _Keys, architecture: str, num_layers: int) -> list[int | None]:
-    """Each layer's window: the period's last layer is global. Only families whose files mean it are asked."""
-    if architecture not in ("gemma2", "gemma3", "phi3"):
+    """Each layer's window: the period's last layer is global. Only families whose files mean it are asked.
+
+    Other families' files may carry a window that was never in force; with a flag for each layer it is meant.
+    """
+    key = keys.name("attention.sliding_window_pattern")
+    pattern = keys.metadata.get(key)
+    if architecture not in ("gemma2", "gemma3", "phi3") and not isinstance(pattern, list | tuple):
         return [None] * num_layers
     default = 4096 if architecture == "gemma2" else 0
     window = keys.integer("attention.sliding_window", limits.MAX_CONTEXT, default, minimum=0) or None
     if architecture == "phi3":
         return [window] * num_layers
-    key = keys.name("attention.sliding_window_pattern")
-    pattern = keys.metadata.get(key)
     if isinstance(pattern, list | tuple):
         if len(pattern) != num_layers or not all(flag in (0, 1) for flag in pattern):
             raise BadInputError(
