@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from textual.containers import Vertical
 from textual.geometry import Region
+from textual.message import Message
 
 
 class Fold(Vertical):
@@ -16,13 +17,19 @@ class Fold(Vertical):
     def __init__(self, *, classes: str | None = None) -> None:
         super().__init__(classes=classes)
         self.folded = False
+        self.measured = True
+        """Its content is complete, so that its height can be told."""
+
+    class Measured(Message):
+        """Content that had been given up is there again."""
 
     def fold(self) -> bool:
         """True if that changed anything."""
-        if self.folded or self.outer_size.height == 0:
+        if self.folded or not self.measured or self.size.width == 0:
             return False
         self.folded = True
-        self.styles.height = self.outer_size.height
+        # Not the height it has on the screen: after a change of width that may be the one before.
+        self.styles.height = self.get_content_height(self.container_size, self.app.size, self.size.width)
         self.release_content()
         return True
 

@@ -26,7 +26,7 @@ def finished_line(finished: Finished) -> str:
         parts.append(f"{count_text(finished.usage.cached_tokens)} cached")
     ending = {
         FinishReason.CANCELLED: "■ stopped",
-        FinishReason.LENGTH: "▲ cut: no room for more tokens",
+        FinishReason.LENGTH: "▲ cut: token limit",
     }.get(finished.reason)
     return " · ".join([ending, *parts] if ending else parts)
 

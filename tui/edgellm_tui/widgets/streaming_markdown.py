@@ -85,6 +85,7 @@ class Segment(Fold):
             self._clear_arrangement_cache()
 
     def restore_content(self) -> None:
+        self.measured = False
         self.call_later(self._rebuild)
 
     async def _rebuild(self) -> None:
@@ -96,6 +97,11 @@ class Segment(Fold):
             await self.mount(self._markdown)
             await self._markdown.append(self.source)
             self.styles.height = "auto"
+        self.call_after_refresh(self._note_height)
+
+    def _note_height(self) -> None:
+        self.measured = True
+        self.post_message(self.Measured())
 
 
 class StreamingMarkdown(Vertical):
@@ -133,9 +139,11 @@ class StreamingMarkdown(Vertical):
             if not text:
                 return
             self._open = await self._new_segment()
-        await self._open.append(text)
-        if len(self._open.source) >= self._next_check:
-            await self._close_segment(self._open)
+        # Much text at once is still cut into segments.
+        for start in range(0, len(text), SEGMENT_CHARACTERS):
+            await self._open.append(text[start : start + SEGMENT_CHARACTERS])
+            if len(self._open.source) >= self._next_check:
+                await self._close_segment(self._open)
 
     async def _new_segment(self) -> Segment:
         segment = Segment()

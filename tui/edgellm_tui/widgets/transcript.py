@@ -13,7 +13,7 @@ from textual.widgets import Static
 from edgellm.contracts import ModelInfo
 from edgellm_tui.terminal_text import safe_line, safe_text
 from edgellm_tui.widgets.figures import count_text, parameters_text
-from edgellm_tui.widgets.folding import fold_distant
+from edgellm_tui.widgets.folding import Fold, fold_distant
 from edgellm_tui.widgets.reply import Reply
 
 
@@ -168,6 +168,11 @@ class Transcript(Container):
         event.stop()
         if self.scroller.at_end:
             self._hint(False)
+        # Where things are is known when the moved view has been drawn.
+        self.call_after_refresh(self._fold_distant)
+
+    def on_fold_measured(self, event: Fold.Measured) -> None:
+        event.stop()
         self._fold_distant()
 
     def on_transcript_end_requested(self, event: EndRequested) -> None:

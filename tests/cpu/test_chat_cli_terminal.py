@@ -1,0 +1,334 @@
+"""``edgellm chat`` on a real pseudo-terminal: the screen and the line mode, as a person meets them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pexpect
+import pyte
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = os.pathsep.join(str(ROOT / part) for part in (".", "kernels", "models", "quantize", "tui"))
+HELD = json.dumps([{"pieces": ["The ", "capital "], "hold_after": 2}, {"pieces": ["Again."]}])
+
+
+class Terminal:
+    """A process on a pseudo-terminal, with a screen that understands what it draws."""
+
+    def __init__(self, *arguments: str, columns: int = 80, rows: int = 24, **extra: str | None) -> None:
+        environment = {**os.environ, "PYTHONPATH": SOURCES, "OMP_NUM_THREADS": "1", "TERM": "xterm-256color"}
+        environment["TEXTUAL_ANIMATIONS"] = "none"
+        for name, value in extra.items():
+            if value is None:
+                environment.pop(name, None)
+            else:
+                environment[name] = value
+        self.screen = pyte.Screen(columns, rows)
+        self._stream = pyte.ByteStream(self.screen)
+        self.raw = b""
+        self.process: Any = pexpect.spawn(
+            sys.executable,
+            ["-m", "tests.support.fake_chat", "chat", *arguments],
+            cwd=str(ROOT),
+            env=environment,
+            dimensions=(rows, columns),
+            timeout=30,
+        )
+
+    def read(self) -> None:
+        """Feeds the screen what has come."""
+        try:
+            data = self.process.read_nonblocking(65536, timeout=0.05)
+        except (pexpect.TIMEOUT, pexpect.EOF):
+            return
+        self.raw += data
+        # pyte takes private modes and kitty sequences that it does not know for text; drop them.
+        self._stream.feed(re.sub(rb"\x1b\[[<>=?][0-9;]*[a-zA-Z$]*[puqhlmy]", self._keep_known, data))
+
+    @staticmethod
+    def _keep_known(found: re.Match[bytes]) -> bytes:
+        return found[0] if re.fullmatch(rb"\x1b\[\?(25|1049)[hl]", found[0]) else b""
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.screen.display)
+
+    def until(self, condition: Callable[[], object] | str, timeout_s: float = 30.0) -> None:
+        """Reads until a text is on the screen or a condition holds."""
+        wanted = condition
+        check = (lambda: wanted in self.text) if isinstance(wanted, str) else wanted
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self.read()
+            if check():
+                return
+            assert time.monotonic() < deadline, f"never seen: {condition}\n{self.text}\n{self.raw[-2000:]!r}"
+
+    def send(self, text: str) -> None:
+        self.process.send(text)
+
+    def end(self) -> int:
+        """Waits for the end of the process and returns its exit code (or 128 + signal)."""
+        deadline = time.monotonic() + 30
+        while self.process.isalive():
+            self.read()
+            assert time.monotonic() < deadline, f"still running\n{self.text}"
+        for _ in range(3):
+            self.read()
+        self.process.close()
+        if self.process.exitstatus is None:
+            return 128 + self.process.signalstatus
+        return int(self.process.exitstatus)
+
+    def kill(self) -> None:
+        self.process.close(force=True)
+
+
+@pytest.fixture
+def terminal() -> Iterator[Callable[..., Terminal]]:
+    started: list[Terminal] = []
+
+    def start(*arguments: str, **options: Any) -> Terminal:
+        started.append(Terminal(*arguments, **options))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.kill()
+
+
+Start = Callable[..., Terminal]
+
+
+def assert_restored(terminal: Terminal) -> None:
+    """The alternate screen, mouse reports, bracketed paste and the cursor are as before."""
+    for mode in (b"1049", b"1000", b"1003", b"2004"):
+        assert terminal.raw.rfind(b"\x1b[?" + mode + b"h") < terminal.raw.rfind(b"\x1b[?" + mode + b"l"), mode
+    assert terminal.raw.rfind(b"\x1b[?25l") < terminal.raw.rfind(b"\x1b[?25h")
+    assert b"Traceback" not in terminal.raw
+
+
+# --- the screen ---
+
+
+def test_screen_answers_stops_and_gives_the_terminal_back(terminal: Start) -> None:
+    """H07 and H09 with real keys: Escape keeps the draft, two Ctrl+C leave with 0 and a clean terminal."""
+    window = terminal(FAKE_SCRIPTS=HELD)
+    window.until("Ask anything")
+    window.send("Hello\r")
+    window.until("The capital")
+    window.send("draft")
+    window.until("draft")
+    window.send("\x1b")
+    window.until("stopped")
+    assert "draft" in window.text
+    assert "Q4_1" in window.text and "8,192" in window.text
+    window.send("\x03")
+    window.until("again quits")
+    window.send("\x03")
+    assert window.end() == 0
+    assert_restored(window)
+
+
+@pytest.mark.parametrize("key", ["\x04", "\x11"])
+def test_ctrl_d_and_ctrl_q_leave_with_0(terminal: Start, key: str) -> None:
+    """H15: leaving is no abort."""
+    window = terminal()
+    window.until("Ask anything")
+    window.send(key)
+    assert window.end() == 0
+    assert_restored(window)
+    assert b"Abort" not in window.raw
+
+
+def test_sigterm_gives_the_terminal_back(terminal: Start) -> None:
+    window = terminal(FAKE_SCRIPTS=HELD)
+    window.until("Ask anything")
+    window.send("Hello\r")
+    window.until("The capital")
+    window.process.kill(15)
+    assert window.end() == 143
+    assert_restored(window)
+
+
+def test_leaving_while_the_model_loads_does_not_wait(terminal: Start) -> None:
+    window = terminal(FAKE_LOAD_S="60")
+    window.until("Opening smollm2-135m")
+    begin = time.monotonic()
+    window.send("\x03")
+    assert window.end() == 130
+    assert time.monotonic() - begin < 10
+    assert_restored(window)
+
+
+def test_a_model_that_cannot_chat_is_said_on_the_screen(terminal: Start) -> None:
+    window = terminal(FAKE_BASE_MODEL="1")
+    window.until("could not be opened")
+    window.until("edgellm complete")
+    window.send("\x11")
+    assert window.end() == 65
+    assert_restored(window)
+
+
+def test_pasted_lines_are_one_prompt(terminal: Start, tmp_path: Path) -> None:
+    record = tmp_path / "asked"
+    window = terminal(FAKE_RECORD=str(record))
+    window.until("Ask anything")
+    window.send("\x1b[200~first\nsecond\x1b[201~")
+    window.until("second")
+    window.send("\r")
+    window.until("Paris")
+    assert json.loads(record.read_text())["messages"] == [["user", "first\nsecond"]]
+    window.send("\x11")
+    assert window.end() == 0
+
+
+def test_wide_and_joined_characters_keep_the_cursor_right(terminal: Start) -> None:
+    """H11: the cursor stands behind what was typed, by the widths of the terminal, and goes by characters."""
+    window = terminal()
+    window.until("Ask anything")
+    window.send("你好é")
+    window.until("é")
+    row = next(y for y, line in enumerate(window.screen.display) if "你" in line)
+    start = window.screen.display[row].index("你")
+    window.until(lambda: "好" in window.screen.display[row])
+    # The drawn cursor is a reversed cell.
+    window.until(lambda: _cursor_column(window, row) == start + 5)
+    window.send("\x1b[D")
+    window.until(lambda: _cursor_column(window, row) == start + 4)
+    window.send("\x1b[D\x1b[D")
+    window.until(lambda: _cursor_column(window, row) == start)
+    window.send("\x1b[C\x7f")
+    window.until(lambda: "你" not in window.text)
+    assert "好é" in window.text.replace(" ", "")
+    window.send("\x11")
+    window.end()
+
+
+def _cursor_column(window: Terminal, row: int) -> int | None:
+    cells = window.screen.buffer[row]
+    usual = cells[window.screen.columns // 2].bg
+    marked = [x for x in range(3, window.screen.columns - 3) if cells[x].reverse or cells[x].bg != usual]
+    return marked[0] if marked else None
+
+
+@pytest.mark.parametrize("columns", [10, 20])
+def test_narrow_windows_and_resizing_lose_nothing(terminal: Start, columns: int) -> None:
+    """H11 and H13: ten columns are no fault, and after growing everything is there."""
+    window = terminal(columns=columns, rows=12, FAKE_SCRIPTS='[{"pieces": ["Paris ", "is ", "big."]}]')
+    window.until(lambda: "Ask" in window.text)
+    window.send("Hello there\r")
+    window.until("big.")
+    window.process.setwinsize(24, 80)
+    window.screen.resize(24, 80)
+    window.until("Hello there")
+    window.until("Paris is big.")
+    window.send("\x11")
+    assert window.end() == 0
+    assert_restored(window)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"COLUMNS": "10"},
+        {"NO_COLOR": "1"},
+        {"LANG": "C", "LC_ALL": "C"},
+        {"LANG": "POSIX", "LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    ],
+)
+def test_odd_environments_still_open(terminal: Start, extra: dict[str, str]) -> None:
+    """H13: NO_COLOR, a C locale and a wrong COLUMNS give a screen or one line, never a traceback."""
+    window = terminal(**extra)
+    window.until(lambda: "Ask" in window.text)
+    if "NO_COLOR" in extra:
+        # Shades of grey are no colours: red, green and blue are equal in all of them.
+        for red, green, blue in re.findall(rb"[34]8;2;(\d+);(\d+);(\d+)", window.raw):
+            assert red == green == blue
+    window.send("\x11")
+    assert window.end() == 0
+    assert b"Traceback" not in window.raw
+
+
+# --- lines ---
+
+
+@pytest.mark.parametrize("term", ["dumb", "", "xyz", None])
+def test_terminals_without_a_screen_get_lines(terminal: Start, term: str | None) -> None:
+    """H13: TERM=dumb, empty, unset or unknown gives the line mode and says why."""
+    window = terminal(TERM=term)
+    window.until("cannot show the chat screen")
+    window.until(lambda: window.screen.display[window.screen.cursor.y].startswith("> "))
+    window.send("Hi\r")
+    window.until("The capital of France is Paris.")
+    window.send("\x04")
+    assert window.end() == 0
+    assert b"\x1b[?1049h" not in window.raw
+    assert b"Traceback" not in window.raw
+
+
+def test_line_mode_talks_stops_and_leaves_with_0(terminal: Start, tmp_path: Path) -> None:
+    """H15: Ctrl-D at the empty prompt leaves with 0; Ctrl-C during an answer only stops it."""
+    record = tmp_path / "asked"
+    window = terminal("--plain", "--system", "Be brief.", FAKE_SCRIPTS=HELD, FAKE_RECORD=str(record))
+    window.until("> ")
+    window.send("One\r")
+    window.until("The capital")
+    window.send("\x03")
+    window.until("stopped")
+    window.send("Two\r")
+    window.until("Again.")
+    window.send("/nonsense\r")
+    window.until("is no command here")
+    window.send("\x04")
+    assert window.end() == 0
+    assert b"Traceback" not in window.raw
+    second = json.loads(record.read_text().splitlines()[1])["messages"]
+    assert second[:2] == [["system", "Be brief."], ["user", "One"]]
+    assert second[2:] == [["assistant", "The capital "], ["user", "Two"]]
+
+
+def test_ctrl_c_at_the_line_prompt_is_130(terminal: Start) -> None:
+    window = terminal("--plain")
+    window.until("> ")
+    window.send("\x03")
+    assert window.end() == 130
+    assert b"Traceback" not in window.raw
+
+
+def test_a_fault_in_line_mode_is_a_line_and_the_talk_goes_on(terminal: Start) -> None:
+    scripts = [{"pieces": [], "error": "NaN logits"}, {"pieces": ["Fine."]}]
+    window = terminal("--plain", FAKE_SCRIPTS=json.dumps(scripts))
+    window.until("> ")
+    window.send("One\r")
+    window.until("NaN logits")
+    window.send("Two\r")
+    window.until("Fine.")
+    window.send("/quit\r")
+    assert window.end() == 0
+
+
+def test_a_prompt_on_a_terminal_is_one_answer_made_safe(terminal: Start) -> None:
+    """What a model writes cannot steer the terminal, also without the screen."""
+    evil = "\x1b]0;owned\x07\x1b[31mred\x9b2J"
+    window = terminal("Hi", FAKE_SCRIPTS=json.dumps([{"pieces": [evil[:3], evil[3:]]}]))
+    assert window.end() == 0
+    assert "\u241b]0;owned\u2407" in window.text
+    assert b"\x1b" not in window.raw and b"\x07" not in window.raw
+
+
+def test_interrupting_one_answer_keeps_it_and_is_130(terminal: Start) -> None:
+    window = terminal("Hi", FAKE_SCRIPTS=HELD)
+    window.until("The capital")
+    window.send("\x03")
+    assert window.end() == 130
+    assert b"The capital " in window.raw
+    assert b"Traceback" not in window.raw
