@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+# Before anything loads torch: tests that run beside each other must not spin in each other's way.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
 KEPT = {"EDGELLM_TEST_MODELS", "EDGELLM_TEST_HOME"}
 
 
