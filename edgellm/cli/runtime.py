@@ -151,8 +151,8 @@ def _keep_threads_from_spinning() -> None:
     """Shortens the busy waiting of GNU OpenMP's threads, which is read once, when torch is loaded.
 
     By default a thread that waits for the others spins for milliseconds. When another program wants the same
-    core, that spinning is in the way of the very thread waited for: loading SmolLM2 beside three busy processes
-    on two cores took 17 s with the default and 1.1 s like this. What the user set wins.
+    core, that spinning is in the way of the very thread waited for: loading SmolLM2 beside three busy
+    processes on two cores took 17 s with the default and 1.1 s like this. What the user set wins.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
