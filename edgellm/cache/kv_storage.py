@@ -72,16 +72,16 @@ def allocate_storage(
 ) -> tuple[KVStorage, ...]:
     """The pages of every pool, in the order of the spec's groups.
 
-    Zeroed, which costs no memory before a page is written (calloc), so a context that is never used is not
-    paid for. ResourceError says what was asked for when it cannot be had.
+    Not zeroed: memory that is never written is never paid for, and attention reads no slot that was not
+    written. ResourceError says what was asked for when it cannot be had.
     """
     storages = []
     for group, pool in zip(spec.kv_groups, pools, strict=True):
         # [layers, blocks, block_size, kv_heads, head_dim]
         shape = (len(group.layers), pool.num_blocks, pool.block_size, spec.num_kv_heads, spec.head_dim)
         try:
-            keys = torch.zeros(shape, dtype=dtype, device=device)
-            values = torch.zeros(shape, dtype=dtype, device=device)
+            keys = torch.empty(shape, dtype=dtype, device=device)
+            values = torch.empty(shape, dtype=dtype, device=device)
         except (RuntimeError, MemoryError) as error:
             nbytes = pool.num_blocks * pool.block_size * kv_bytes_per_position(spec, len(group.layers), dtype)
             raise ResourceError(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -312,3 +315,28 @@ def test_a_real_model_knows_a_capital() -> None:
     loaded = load_engine(real_model("smollm2-135m"), context=512)
     result = run_one(loaded, "The capital of France is", greedy_for(4))
     assert result.text.startswith(" Paris")
+
+
+def test_pages_that_are_never_written_cost_no_memory() -> None:
+    """A long context that a short chat never fills must not be paid for."""
+    code = (
+        "import resource\n"
+        "from edgellm.cache.kv_storage import allocate_storage, kv_dtype, make_pools\n"
+        "from tests.support.engines import spec_of\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "spec = spec_of([None] * 8, 8, 64, 32768)\n"
+        "before = peak()\n"
+        "storage = allocate_storage(spec, make_pools(spec, 32768, 512, 16), kv_dtype('f32'))\n"
+        "print(sum(s.nbytes for s in storage) // 1024, peak() - before)\n"
+    )
+    root = Path(__file__).resolve().parents[2]
+    roots = [str(root / part) for part in ("", "kernels", "models", "quantize", "tui")]
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(roots)},
+    )
+    allocated, grown = map(int, done.stdout.split())
+    assert allocated > 900_000 and grown < 100_000
