@@ -180,11 +180,14 @@ def can_show_screen(term: str) -> bool:
         return True
     try:
         import curses
-
-        # With a descriptor that is no terminal: only the database is asked.
-        curses.setupterm(term, os.open(os.devnull, os.O_WRONLY))
+    except ImportError:  # a Python without it: the names above must do
+        return False
+    try:
+        # A descriptor that is no terminal: only the database is asked.
+        with open(os.devnull, "wb") as nowhere:
+            curses.setupterm(term, nowhere.fileno())
         return bool(curses.tigetstr("cup"))
-    except (ImportError, OSError, ValueError, curses.error):
+    except (OSError, ValueError, curses.error):
         return False
 
 

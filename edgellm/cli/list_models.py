@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from edgellm.cli.errors import one_line
 from edgellm.cli.main import EdgeCommand
 from edgellm.cli.options import json_option, models_folder
 from edgellm.cli.output import current_output, megabytes
@@ -34,11 +35,12 @@ def command(as_json: bool) -> None:
     for row in rows:
         size = "" if row["bytes"] is None else ("" if row["exact"] else "~") + megabytes(row["bytes"])
         remark = "" if row["tried"] or row["pulled"] else "not tried by this project"
-        lines.append(
-            (row["name"], "yes" if row["pulled"] else "-", size, row["quantization"], row["licence"], remark)
-        )
+        here = "yes" if row["pulled"] else "-"
+        name, kind, licence = (one_line(row[key]) for key in ("name", "quantization", "licence"))
+        lines.append((name, here, size, kind, licence, remark))
     widths = [max(len(line[column]) for line in lines) for column in range(6)]
     for line in lines:
+        # Names and licences may come from a hub: no control character of theirs reaches a terminal.
         output.data("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 

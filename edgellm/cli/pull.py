@@ -9,7 +9,7 @@ import click
 from edgellm.cli.main import EdgeCommand
 from edgellm.cli.options import json_option, model_argument, models_folder, resolve_settings, setting_options
 from edgellm.cli.output import current_output, megabytes
-from edgellm_models.errors import UsageError
+from edgellm_models.errors import TransferError, UsageError
 
 
 @click.command(
@@ -43,7 +43,8 @@ def command(model_name: str | None, as_json: bool, **settings: Any) -> None:
     if not here:
         fetch(resolved.entry, output)
     local = find_local(resolved.name, models_folder())
-    assert local is not None
+    if local is None:
+        raise TransferError(f"{resolved.name} was changed on the disk while it was fetched; pull it again")
     if as_json:
         output.json(
             {

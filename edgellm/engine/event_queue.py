@@ -13,19 +13,41 @@ MAX_PENDING = 64
 """Events that wait for a reader before new ones are merged into the last."""
 
 
-def merge(first: TokenEvent, second: TokenEvent) -> TokenEvent | None:
-    """Two consecutive events of one sample as one; None when both carry a notice or the samples differ."""
-    if first.sample != second.sample or (first.notice and second.notice) or first.finish_reason is not None:
-        return None
-    return replace(
-        second,
-        token_ids=first.token_ids + second.token_ids,
-        text=first.text + second.text,
-        logprobs=first.logprobs + second.logprobs,
-        queue_position=first.queue_position if second.queue_position is None else second.queue_position,
-        prefill_done=first.prefill_done if second.prefill_done is None else second.prefill_done,
-        notice=first.notice or second.notice,
-    )
+class MergedEvents:
+    """Consecutive events of one sample that a slow reader gets as one. Adding costs the event's own size."""
+
+    def __init__(self, first: TokenEvent) -> None:
+        self._parts = [first]
+        self._has_notice = first.notice is not None
+
+    def add(self, event: TokenEvent) -> bool:
+        """False when the event must stay apart: another sample, a second notice, or the sample has ended."""
+        last = self._parts[-1]
+        if event.sample != last.sample or last.finish_reason is not None:
+            return False
+        if event.notice is not None:
+            if self._has_notice:
+                return False
+            self._has_notice = True
+        self._parts.append(event)
+        return True
+
+    def join(self) -> TokenEvent:
+        """All as one event: the last one with what the others brought."""
+        parts = self._parts
+        if len(parts) == 1:
+            return parts[0]
+        positions = [e.queue_position for e in parts if e.queue_position is not None]
+        prefilled = [e.prefill_done for e in parts if e.prefill_done is not None]
+        return replace(
+            parts[-1],
+            token_ids=tuple(token_id for e in parts for token_id in e.token_ids),
+            text="".join(e.text for e in parts),
+            logprobs=tuple(logprob for e in parts for logprob in e.logprobs),
+            queue_position=positions[-1] if positions else None,
+            prefill_done=prefilled[-1] if prefilled else None,
+            notice=next((e.notice for e in parts if e.notice is not None), None),
+        )
 
 
 class EventQueue:
@@ -39,7 +61,7 @@ class EventQueue:
     ) -> None:
         self._loop = loop
         self._lock = threading.Lock()
-        self._pending: deque[TokenEvent] = deque()
+        self._pending: deque[MergedEvents] = deque()
         self._max_pending = max_pending
         self._arrived = asyncio.Event()
         self._wake_sent = False
@@ -50,13 +72,9 @@ class EventQueue:
     def put(self, event: TokenEvent) -> None:
         """Called by the engine thread; never blocks on the reader."""
         with self._lock:
-            merged = None
-            if len(self._pending) >= self._max_pending:
-                merged = merge(self._pending[-1], event)
-            if merged is None:
-                self._pending.append(event)
-            else:
-                self._pending[-1] = merged
+            full = len(self._pending) >= self._max_pending
+            if not (full and self._pending[-1].add(event)):
+                self._pending.append(MergedEvents(event))
             wake, self._wake_sent = not self._wake_sent, True
         if self._loop.is_closed():
             self.reader_gone = True
@@ -71,7 +89,7 @@ class EventQueue:
         while True:
             with self._lock:
                 if self._pending:
-                    event = self._pending.popleft()
+                    event = self._pending.popleft().join()
                     if event.finish_reason is not None:
                         self._open_samples -= 1
                     return event

@@ -15,7 +15,7 @@ from edgellm.cache.block_pool import BlockPool
 from edgellm.contracts import FinishReason, GenerationRequest, SamplingParams, TokenEvent
 from edgellm.engine.async_engine import AsyncEngine, TokenStream
 from edgellm.engine.engine import Engine
-from edgellm.engine.event_queue import MAX_PENDING, merge
+from edgellm.engine.event_queue import MAX_PENDING, EventQueue, MergedEvents
 from edgellm_models.errors import BadInputError, EngineError, Notice
 from edgellm_models.tokenizer.stream_decoder import StreamDecoder
 from tests.support.fake_engine import ByteTokenizer, FakeAnswer, FakeEngine, FakeRunner
@@ -124,12 +124,17 @@ def test_a_slow_reader_stalls_nobody_and_loses_nothing() -> None:
     run(test)
 
 
+def merged(*events: TokenEvent) -> TokenEvent | None:
+    """All as one, or None when one of them must stay apart."""
+    pending = MergedEvents(events[0])
+    return pending.join() if all(pending.add(event) for event in events[1:]) else None
+
+
 def test_merging_keeps_everything() -> None:
     notice = Notice("k", "d")
     first = TokenEvent("r", token_ids=(1,), text="a", prefill_done=7, notice=notice)
     second = TokenEvent("r", token_ids=(2, 3), text="bc", finish_reason=FinishReason.STOP, seed=4)
-    both = merge(first, second)
-    assert both == TokenEvent(
+    assert merged(first, second) == TokenEvent(
         "r",
         token_ids=(1, 2, 3),
         text="abc",
@@ -138,9 +143,30 @@ def test_merging_keeps_everything() -> None:
         finish_reason=FinishReason.STOP,
         seed=4,
     )
-    assert merge(first, TokenEvent("r", notice=notice)) is None
-    assert merge(first, TokenEvent("r", sample=1)) is None
-    assert merge(second, first) is None
+    assert merged(first, TokenEvent("r", notice=notice)) is None
+    assert merged(first, TokenEvent("r", sample=1)) is None
+    assert merged(second, first) is None
+    assert merged(TokenEvent("r"), TokenEvent("r", notice=notice), TokenEvent("r", notice=notice)) is None
+
+
+def test_a_reader_that_never_reads_costs_the_engine_nothing_per_waiting_event() -> None:
+    """The work of a put must not grow with what waits: 200,000 events would take hours if each copied all."""
+
+    async def test() -> None:
+        events = EventQueue(asyncio.get_running_loop(), num_samples=1)
+        start = time.process_time()
+        for i in range(200_000):
+            events.put(TokenEvent("r", token_ids=(i,), text="ab"))
+        events.put(TokenEvent("r", finish_reason=FinishReason.STOP))
+        assert time.process_time() - start < 30
+        got = []
+        while (event := await events.get()) is not None:
+            got.append(event)
+        assert len(got) == MAX_PENDING
+        assert [token_id for event in got for token_id in event.token_ids] == list(range(200_000))
+        assert sum(len(event.text) for event in got) == 400_000
+
+    run(test)
 
 
 def test_events_come_while_the_answer_is_made() -> None:

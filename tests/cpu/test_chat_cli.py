@@ -259,6 +259,12 @@ def test_terminals_that_can_and_cannot_show_the_screen() -> None:
         assert not can_show_screen(term)
 
 
+def test_a_python_without_curses_knows_the_usual_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "curses", None)
+    assert can_show_screen("xterm-256color")
+    assert not can_show_screen("some-old-terminal")
+
+
 @pytest.mark.real_model
 def test_the_real_model_answers() -> None:
     begin = time.monotonic()

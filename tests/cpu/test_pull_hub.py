@@ -18,6 +18,7 @@ import pytest
 
 from edgellm_models.catalog import Entry, find_local, iterate_pull, pull_model
 from edgellm_models.catalog.catalog import hub_entry
+from edgellm_models.catalog.hub_files import RemoteFile, choose_files
 from edgellm_models.errors import (
     BadInputError,
     EdgeLLMError,
@@ -224,6 +225,7 @@ def test_a_folder_takes_what_belongs_to_the_model(hub: HubState, tmp_path: Path)
         "onnx/model.onnx": OTHER,
         "LICENSE": b"free",
         "../evil.json": b"evil",
+        "edgellm-model.json": b"not ours",
     }
     path, _, _ = fetch(tmp_path, "hf:acme/folder")
     assert sorted(p.name for p in path.iterdir()) == [
@@ -234,6 +236,32 @@ def test_a_folder_takes_what_belongs_to_the_model(hub: HubState, tmp_path: Path)
         "tokenizer.json",
     ]
     assert (path / "model.safetensors").read_bytes() == CONTENT
+    assert find_local("hf:acme/folder", tmp_path) is not None
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../../evil.gguf", "/evil.gguf", "a/../../evil.gguf", "..\\evil.gguf", "a//evil.gguf", ".evil.gguf"],
+)
+def test_no_file_of_a_repository_leaves_its_folder(name: str) -> None:
+    """A listing is untrusted: a name that is no plain relative path is not there, named or not."""
+    files = [RemoteFile(name, 1, None)]
+    with pytest.raises(BadInputError, match="no GGUF file"):
+        choose_files("acme/evil", files, None)
+    with pytest.raises(NotFoundError):
+        choose_files("acme/evil", files, name)
+    shards = [RemoteFile(f"../m-{i:05d}-of-00002.gguf", 1, None) for i in (1, 2)]
+    with pytest.raises(NotFoundError):
+        choose_files("acme/evil", shards, shards[0].name)
+
+
+def test_a_small_file_is_checked_by_its_git_id(hub: HubState, tmp_path: Path) -> None:
+    """Configs and tokenizers have no SHA-256 on the hub, but a blob id: other content is refused too."""
+    hub.repos["acme/folder"] = {"config.json": b"{}", "model.safetensors": CONTENT}
+    hub.false_small = b"[]"
+    with pytest.raises(TransferError, match=r"config\.json"):
+        fetch(tmp_path, "hf:acme/folder")
+    assert find_local("hf:acme/folder", tmp_path) is None
 
 
 def test_every_shard_of_a_split_file_is_fetched(hub: HubState, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import fields
 from pathlib import Path
 
@@ -22,7 +23,8 @@ from edgellm_models.catalog import (
 from edgellm_models.catalog.catalog import hub_entry
 from edgellm_models.catalog.locking import model_lock
 from edgellm_models.catalog.store import StoredFile, key_of, lock_path, move_into_place, write_manifest
-from edgellm_models.errors import BadInputError, NotFoundError, UnavailableError
+from edgellm_models.errors import BadInputError, NotFoundError, OutputError, UnavailableError
+from tests.support.command_line import run_edgellm
 
 
 def put(models: Path, name: str, content: bytes = b"GGUF") -> LocalModel:
@@ -250,3 +252,38 @@ def test_a_model_that_is_being_pulled_is_not_removed(tmp_path: Path) -> None:
     ):
         remove_local("m", tmp_path)
     assert find_local("m", tmp_path) is not None
+
+
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a lock that another holds is waited for."""
+    fcntl = pytest.importorskip("fcntl")
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+    def never() -> None:
+        raise AssertionError("waited for a lock that nobody holds")
+
+    with pytest.raises(OutputError, match="No locks available"), model_lock(tmp_path / "l", never):
+        pass
+
+
+def test_names_and_licences_of_a_hub_reach_no_terminal_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control characters in a manifest are harmless in `edgellm list`."""
+    monkeypatch.setenv("EDGELLM_HOME", str(tmp_path))
+    from edgellm.cli.options import models_folder
+
+    folder = models_folder() / "hf--a--b"
+    folder.mkdir(parents=True)
+    (folder / "m.gguf").write_bytes(b"x")
+    files = (StoredFile("m.gguf", 1, "0" * 64),)
+    evil = "free\x1b]0;owned\x07\x1b[2J\nNAME"
+    write_manifest(LocalModel("hf:a/b", folder, files, "m.gguf", "hf:a/b", evil, "2026-01-01"))
+    done = run_edgellm("list", environ={"EDGELLM_HOME": str(tmp_path)})
+    assert "hf:a/b" in done.stdout and "owned" in done.stdout
+    assert not any(ord(c) < 32 for c in done.stdout.replace("\n", ""))
+    assert done.returncode == 0 and "\nNAME" not in done.stdout.split("\n", 1)[1]

@@ -56,6 +56,8 @@ class HubState:
     release: threading.Event = field(default_factory=threading.Event)
     """Ends every stall."""
     gated: bool = False
+    false_small: bytes | None = None
+    """Sent in place of every small file, under the right file's id."""
     pace_s: float = 0.0
     """Pause after each piece of a large file."""
 
@@ -138,7 +140,8 @@ class _Handler(BaseHTTPRequestHandler):
             }
             self._status(302, headers)
         else:
-            self._body(content, {**headers, "ETag": f'"{blob_id(content)}"'})
+            sent = content if self.state.false_small is None else self.state.false_small
+            self._body(sent, {**headers, "ETag": f'"{blob_id(content)}"'})
 
     def _content(self, sha256: str) -> None:
         content = next(

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from edgellm_models.catalog.store import MANIFEST
 from edgellm_models.errors import BadInputError, NotFoundError, Notice
 
 MAX_FILES = 2000
@@ -109,6 +110,8 @@ def _is_first_gguf(name: str) -> bool:
 
 def _belongs_to_folder(name: str) -> bool:
     if "/" in name or name.startswith("consolidated"):  # a second copy of the weights in another layout
+        return False
+    if name == MANIFEST:  # ours, which is written beside the files
         return False
     return name.endswith(_FOLDER_SUFFIXES) or name in _FOLDER_NAMES
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -53,8 +54,13 @@ else:
     def _try_lock(file: IO[bytes]) -> bool:
         try:
             fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
+                return False
+            # ENOLCK, ENOTSUP: a file system without locks would otherwise be waited for without end.
+            raise OutputError(
+                f"cannot lock {file.name}: {error.strerror}; move EDGELLM_HOME to another file system"
+            ) from None
         return True
 
     def _unlock(file: IO[bytes]) -> None:
