@@ -37,7 +37,8 @@ class ModelRunner:
         self._kv = tuple(kv)
         self._block_size = block_size
         self._device = device
-        self._sampler = Sampler(vocab_size)
+        f16_kv = any(torch.float16 in (pages.keys.dtype, pages.values.dtype) for pages in kv)
+        self._sampler = Sampler(vocab_size, f16_kv=f16_kv)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs one plan. Unusable logits are an error of their sequence; a failing kernel raises."""

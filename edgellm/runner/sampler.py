@@ -72,7 +72,8 @@ def candidates(logits: torch.Tensor, state: SamplerState) -> tuple[torch.Tensor,
 class Sampler:
     """Sampling states by sequence id, and the drawing."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, *, f16_kv: bool = False) -> None:
+        self._f16_kv = f16_kv
         self._vocab_size = vocab_size
         self._states: dict[int, SamplerState] = {}
 
@@ -97,7 +98,7 @@ class Sampler:
         draws = []
         for row, (sequence_id, position) in enumerate(zip(sequence_ids, positions, strict=True)):
             if not usable[row]:
-                draws.append(Draw(error=_describe_bad(logits[row], position)))
+                draws.append(Draw(error=_describe_bad(logits[row], position, self._f16_kv)))
                 continue
             state = self._states[sequence_id]
             if state.sampling.temperature == 0 and state.adjuster.is_idle:
@@ -140,7 +141,10 @@ def raw_logprob(logits: torch.Tensor, token_id: int, top: int) -> TokenLogprob:
     return TokenLogprob(token_id, float(log_p[token_id]), best)
 
 
-def _describe_bad(row: torch.Tensor, position: int) -> str:
+def _describe_bad(row: torch.Tensor, position: int, f16_kv: bool = False) -> str:
     nans, infinite = int(torch.isnan(row).sum()), int(torch.isposinf(row).sum())
     what = f"{nans} NaN and {infinite} infinite values" if nans or infinite else "nothing but -inf"
-    return f"the model computed {what} in {row.numel()} logits at position {position}; damaged weights?"
+    why = "damaged weights?"
+    if f16_kv:
+        why = "the KV cache is f16, which ends at 65504: try --kv-dtype bf16 or f32; else damaged weights?"
+    return f"the model computed {what} in {row.numel()} logits at position {position}; {why}"

@@ -164,6 +164,19 @@ def test_chunks_and_blocks_do_not_change_the_draw(tiny: Path) -> None:
     assert all(ids == results[0] for ids in results)
 
 
+@pytest.mark.parametrize("kv", ["f16", "bf16"])
+@pytest.mark.parametrize("arch", ["gemma3", "llama", "phi3"])
+def test_chunks_do_not_change_ids_in_a_half_precision_cache(tmp_path: Path, arch: str, kv: str) -> None:
+    """What a query reads is rounded alike, whether its own chunk wrote it or an earlier one."""
+    folder = make_tiny(arch, tmp_path / "m")
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=24, ignore_eos=True)
+    whole, seven, single = (
+        run_one(load_engine(folder, context=256, chunk=chunk, kv=kv), [5, 6, 7, 8] * 9, sampling).token_ids
+        for chunk in (512, 7, 1)
+    )
+    assert len(whole) == 24 and seven == whole and single == whole
+
+
 def test_samples_of_one_request_differ_and_repeat(tiny: Path) -> None:
     loaded = load_engine(tiny, context=256)
 
@@ -212,6 +225,41 @@ def test_nan_ends_its_request_and_leaves_the_next_one_alone(tmp_path: Path, arch
     bad, after = run_all(loaded.engine, [GenerationRequest("bad", (3, 50, *range(4, 40)), GREEDY), healthy])
     assert bad.reason is FinishReason.ERROR and "NaN" in (bad.events[-1].error or "")
     assert after.token_ids == before and after.reason is not FinishReason.ERROR
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma3", "phi3"])
+def test_values_that_overflow_an_f16_cache_name_the_cache_and_the_way_out(tmp_path: Path, arch: str) -> None:
+    """Values above 65504 become infinite in f16 pages alone; the wider types that are named do answer."""
+    folder = make_tiny(arch, tmp_path / "m")
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if name.endswith("v_proj.weight"):
+            tensor *= 1e6
+        elif name.endswith("qkv_proj.weight"):  # queries, keys, then values
+            tensor[-tensor.shape[0] // 4 :] *= 1e6
+    save_file(tensors, file)
+    results = {
+        kv: run_one(load_engine(folder, context=64, kv=kv), [3, 5, 7], greedy_for(4))
+        for kv in ("f32", "bf16", "f16")
+    }
+    assert results["f16"].reason is FinishReason.ERROR
+    error = results["f16"].events[-1].error or ""
+    assert "f16" in error and "--kv-dtype bf16 or f32" in error
+    for kv in ("f32", "bf16"):
+        assert results[kv].reason is not FinishReason.ERROR, results[kv].events[-1].error
+
+
+@pytest.mark.parametrize(("kv", "is_named"), [("f32", False), ("bf16", False), ("f16", True)])
+def test_only_an_f16_cache_is_suspected_of_overflow(tmp_path: Path, kv: str, is_named: bool) -> None:
+    """Damaged weights in a wide cache are not blamed on it; in an f16 cache both causes are named."""
+    folder = make_tiny("llama", tmp_path / "m", tie_word_embeddings=False)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"][50] = float("nan")
+    save_file(tensors, file)
+    error = run_one(load_engine(folder, context=64, kv=kv), [3, 5], greedy_for(4)).events[-1].error or ""
+    assert "damaged weights?" in error and ("--kv-dtype" in error) is is_named
 
 
 def test_random_cancels_leave_all_blocks_free(tiny: Path) -> None:
