@@ -15,7 +15,7 @@ from edgellm_tui.settings import ChatSettings
 from edgellm_tui.themes import DARK, LIGHT
 from edgellm_tui.widgets.transcript import ErrorLine
 from tests.support.fake_backend import FakeBackend, Script
-from tests.ui.screen_support import chat_screen, prompt, send, shown, status, until
+from tests.ui.screen_support import chat_screen, prompt, replies, send, shown, status, until
 
 SIZES = {"80x24": (80, 24), "120x40": (120, 40), "40x12": (40, 12)}
 ANSWER = """Paris is the **capital** of France, on the *Seine*.
@@ -69,7 +69,9 @@ async def answered(pilot: Pilot) -> None:
 async def streaming(pilot: Pilot) -> None:
     app = pilot.app
     await send(pilot, app, "Tell me about Paris,\nin two lines.", wait=False)
-    await until(pilot, lambda: status(app).now_tokens_per_s, "polled")
+    held = "".join(PIECES[:12])
+    await until(pilot, lambda: replies(app)[0].text == held, "the text")
+    await until(pilot, lambda: "12 tokens" in status(app).phase and status(app).now_tokens_per_s, "polled")
     prompt(app).replace_text("a draft for later")
     still(app)
     await pilot.pause(0.2)

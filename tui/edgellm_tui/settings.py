@@ -18,7 +18,7 @@ class ChatSettings:
     """One of the screen's own themes or of Textual's."""
     flush_interval_s: float = 0.1
     """Shortest time between two repaints of a streaming answer."""
-    max_flush_interval_s: float = 1.0
+    max_flush_interval_s: float = 5.0
     """Longest such time, when repainting itself is slow."""
     paint_share: float = 0.25
     """Share of one core that painting may take from the engine before repaints are spaced out."""

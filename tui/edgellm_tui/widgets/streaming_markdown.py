@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
+
 from markdown_it import MarkdownIt
 from markdown_it.rules_core import StateCore
 from textual.containers import Vertical
@@ -11,9 +14,13 @@ from edgellm_tui.terminal_text import TerminalText
 from edgellm_tui.widgets.folding import Fold
 
 SEGMENT_CHARACTERS = 1500
-"""A segment this long is closed at the start of its last block. Layout and repaint then touch the open
-segment only.
-"""
+"""A segment this long is closed where its last block or list item begins; only what follows still changes."""
+
+SEGMENT_ITEMS = 8
+"""A list this long is closed sooner: the widget builds the whole list anew for every piece of text."""
+
+CHECK_CHARACTERS = 400
+"""A segment is looked at for a cut each time it has grown by so much."""
 
 
 def chat_parser() -> MarkdownIt:
@@ -33,14 +40,40 @@ def _keep_line_breaks(state: StateCore) -> None:
                 child.type = "hardbreak"
 
 
-def last_block_line(source: str) -> int:
-    """Line (from 0) at which the last top-level block of ``source`` begins; nothing before it can change
-    any more.
-    """
-    for token in reversed(chat_parser().parse(source)):
-        if token.map is not None and token.level == 0:
-            return token.map[0]
-    return 0
+@dataclass(frozen=True)
+class Cut:
+    """Where a growing text can be parted: nothing before ``line`` can change any more."""
+
+    line: int
+    """From 0."""
+    in_list: bool = False
+    """Between two items of a list that fills the text, rather than between blocks."""
+    items: int = 0
+    """Items of the last block, where that is a list."""
+    number: int | None = None
+    """Of the item at ``line`` in a numbered list, which a text of its own must state."""
+
+
+def find_cut(source: str) -> Cut | None:
+    """The start of the last top-level block, or of the last item where one list is all there is."""
+    tokens = [token for token in chat_parser().parse(source) if token.map is not None]
+    blocks = [token for token in tokens if token.level == 0]
+    if not blocks:
+        return None
+    last = blocks[-1]
+    assert last.map is not None
+    within = tokens[tokens.index(last) :]
+    items = [token for token in within if token.level == 1 and token.type == "list_item_open"]
+    if last.map[0] > 0:
+        return Cut(last.map[0], items=len(items))
+    if len(items) < 2:
+        return None
+    begin = items[-1].map
+    assert begin is not None
+    if last.type == "bullet_list_open":
+        return Cut(begin[0], in_list=True, items=len(items))
+    number = int(last.attrs.get("start", 1)) + len(items) - 1
+    return Cut(begin[0], in_list=True, items=len(items), number=number)
 
 
 class Segment(Fold):
@@ -52,6 +85,7 @@ class Segment(Fold):
         super().__init__(classes="segment")
         self.source = ""
         self._markdown: Markdown | None = None
+        self._list_goes_on = False
 
     async def append(self, text: str) -> None:
         self.source += text
@@ -60,15 +94,27 @@ class Segment(Fold):
             await self.mount(self._markdown)
         await self._markdown.append(text)
 
-    async def cut_last_block(self) -> str | None:
-        """Takes the last block away and returns its source; None if it is the only one."""
-        line = last_block_line(self.source)
-        if line == 0 or self._markdown is None:
+    async def cut(self) -> str | None:
+        """Takes the last block or list item away and returns its source; None without need or place."""
+        cut = find_cut(self.source)
+        if cut is None or self._markdown is None:
+            return None
+        if len(self.source) < SEGMENT_CHARACTERS and cut.items < SEGMENT_ITEMS:
             return None
         lines = self.source.splitlines(keepends=True)
-        self.source = "".join(lines[:line])
-        await self._markdown.children[-1].remove()
-        return "".join(lines[line:])
+        self.source = "".join(lines[: cut.line])
+        tail = "".join(lines[cut.line :])
+        if cut.number is not None:
+            tail = re.sub(r"\d+", str(cut.number), tail, count=1)
+        self._list_goes_on = cut.in_list
+        block = self._markdown.children[-1]
+        await (block.children[-1] if cut.in_list else block).remove()
+        self._join_list()
+        return tail
+
+    def _join_list(self) -> None:
+        if self._list_goes_on and self._markdown is not None:
+            self._markdown.children[-1].styles.margin = 0
 
     def release_content(self) -> None:
         self._markdown = None
@@ -96,6 +142,7 @@ class Segment(Fold):
         with self.app.batch_update():
             await self.mount(self._markdown)
             await self._markdown.append(self.source)
+            self._join_list()
             self.styles.height = "auto"
         self.call_after_refresh(self._note_height)
 
@@ -115,7 +162,7 @@ class StreamingMarkdown(Vertical):
         super().__init__()
         self._safe = TerminalText()
         self._open: Segment | None = None
-        self._next_check = SEGMENT_CHARACTERS
+        self._next_check = CHECK_CHARACTERS
         self.closed: list[Segment] = []
         """Segments that no longer change."""
 
@@ -140,8 +187,8 @@ class StreamingMarkdown(Vertical):
                 return
             self._open = await self._new_segment()
         # Much text at once is still cut into segments.
-        for start in range(0, len(text), SEGMENT_CHARACTERS):
-            await self._open.append(text[start : start + SEGMENT_CHARACTERS])
+        for start in range(0, len(text), CHECK_CHARACTERS):
+            await self._open.append(text[start : start + CHECK_CHARACTERS])
             if len(self._open.source) >= self._next_check:
                 await self._close_segment(self._open)
 
@@ -153,12 +200,12 @@ class StreamingMarkdown(Vertical):
     async def _close_segment(self, segment: Segment) -> None:
         """Moves the last block into a new segment, so that the one before it is never touched again."""
         with self.app.batch_update():
-            tail = await segment.cut_last_block()
+            tail = await segment.cut()
             if tail is None:
-                # One block alone: wait until it has doubled rather than parse it again at every piece.
-                self._next_check = 2 * len(segment.source)
+                # In proportion, so that a single long block is not parsed again for every piece of it.
+                self._next_check = max(len(segment.source) + CHECK_CHARACTERS, len(segment.source) * 5 // 4)
                 return
             self._open = await self._new_segment()
             await self._open.append(tail)
-        self._next_check = max(SEGMENT_CHARACTERS, 2 * len(tail))
+        self._next_check = len(tail) + CHECK_CHARACTERS
         self.closed.append(segment)
