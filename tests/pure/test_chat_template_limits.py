@@ -99,6 +99,28 @@ NASTY = {
     "date": "{{ strftime_now('%1000000000d') }}",
     "long date": "{{ strftime_now('%Y' * 99999) }}",
     "translate": "{{ 'aaaa'.translate({97: 'b' * 99999}) }}",
+    "encode and repeat": "{{ ('a'.encode() * 3000000000) | length }}",
+    "encode and ljust": "{{ 'a'.encode().ljust(3000000000) | length }}",
+    "encode by attr": "{{ ('a' | attr('encode'))() | length }}",
+    "encode by map": "{% for m in ['a'] | map(attribute='encode') %}{{ m() * 3000000000 }}{% endfor %}",
+    "encode by index": "{{ ('a'['encode'])() }}",
+    "number to bytes": "{{ (1).to_bytes(3000000000, 'big') | length }}",
+    "number from bytes": "{{ (1).from_bytes([1] * 99999, 'big') }}",
+    "sum of lists": "{{ ([[1, 1, 1, 1, 1, 1, 1, 1]] * 100000) | sum(start=[]) | length }}",
+    "sum of lists by position": "{{ ([[1] * 9] * 100000) | sum(none, []) | length }}",
+    "sum of tuples": "{{ ([(1, 2)] * 100000) | sum(start=()) | length }}",
+    "pprint": "{{ ['a b ' * 30] * 100000 | pprint }}{{ (['a b ' * 30] * 8000) | pprint | length }}",
+    "pprint text": "{{ ('a b ' * 999999) | pprint | length }}",
+    "split": "{{ ('a,' * 30000000).split(',') | length }}",
+    "split words": "{{ ('a ' * 30000000).split() | length }}",
+    "split lines": "{{ ('a\n' * 30000000).splitlines() | length }}",
+    "letters": "{{ ('a' * 60000000) | list | length }}",
+    "long list": "{{ ([0] * 60000000) | length }}",
+    "many outputs": "{{ x }}" * 30000,
+    "many tags": "{% if x %}{% endif %}" * 12000,
+    "many nodes": "{{ " + "a + " * 40000 + "a }}",
+    "many literals": "{{ [" + "'a', " * 40000 + "] }}",
+    "long source": "text " * 60000,
     "deep source": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
     "deep blocks": "{% if 1 %}" * 3000 + "{% endif %}" * 3000,
     "deep loops": "{% for a in [1] %}" * 60 + "{% endfor %}" * 60 + "{{ raise_exception('end') }}",
@@ -196,3 +218,52 @@ def test_messages_nested_without_end() -> None:
         deep = [deep]
     with pytest.raises(BadInputError, match="100 deep"):
         ChatTemplates({"default": "{{ messages }}"}).render([{"role": "user", "content": "", "extra": deep}])
+
+
+METHODS = """{{ 'A b'.lower().strip().split(' ')[0].upper().replace('A', 'c') }}{{ 'x'.startswith('x') }}\
+{{ 'a-b'.partition('-')[2] }}{{ {'a': 1}.get('a') }}\
+{{ {'a': 1}.items() | list }}{{ {'a': 1}.keys() | first }}\
+{{ {'a': 1}.values() | sum }}{{ [1, 2].index(2) }}{{ (1, 1).count(1) }}\
+{{ [1.5, 2] | sum }}{{ [] | sum(start=3) }}\
+{{ [{'n': 2}, {'n': 3}] | sum('n') }}{{ [{'n': 2}] | sum(attribute='n', start=1) }}\
+{% for key, items in [{'n': 2}] | groupby('n') %}{{ key }}{{ items | length }}{% endfor %}\
+{% for g in [{'n': 2}] | groupby('n') %}{{ g.grouper }}{{ g.list | length }}{% endfor %}\
+{% set c = cycler('o', 'e') %}{{ c.next() }}{{ c.current }}{% set j = joiner() %}{{ j() }}{{ j() }}\
+{% macro m(x) %}{{ x }}{{ caller() }}{% endmacro %}{% call m(1) %}y{% endcall %}{{ m.name }}\
+{% block b %}z{% endblock %}{{ self.b() }}{% set ns = namespace(split=4) %}{{ ns.split }}\
+{{ dict.fromkeys(['k'], 1) }}{{ {'encode': 5}.encode }}{{ {'x': {'to_bytes': 6}}.x['to_bytes'] }}\
+{{ '%s' % 3 }}{{ {'a': [1, {'b': 2}]} | pprint }}"""
+
+
+def test_what_templates_use_of_values_is_there() -> None:
+    """The list of what values offer leaves jinja2's own results alone, and fields may have any name."""
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    expected = ImmutableSandboxedEnvironment().from_string(METHODS).render()
+    assert ChatTemplates({"default": METHODS}).render([]) == expected
+
+
+@pytest.mark.parametrize(
+    "value", ["'a'", "1", "1.5", "[1]", "(1,)", "{'a': 1}", "{'a': 1}.items()", "range(3)", "none"]
+)
+def test_no_method_of_a_value_is_offered_unless_it_is_listed(value: str) -> None:
+    """Every name that Python gives the value, asked for one by one: the others are refused."""
+    from edgellm_models.tokenizer.template_methods import is_offered
+
+    python = eval(value, {"none": None})
+    for name in dir(python):
+        ways = (f"({value}).{name}", f"({value})['{name}']", f"({value}) | attr('{name}')")
+        if is_offered(python, name):
+            assert not name.startswith("_") and name not in ("encode", "translate", "append", "update")
+            continue
+        for way in ways:
+            assert ChatTemplates({"default": f"{{{{ {way} }}}}"}).render([]) == "", way
+            with pytest.raises(BadInputError, match="forbidden"):
+                ChatTemplates({"default": f"{{{{ ({way})() }}}}"}).render([])
+
+
+def test_templates_are_refused_by_length_with_both_numbers() -> None:
+    with pytest.raises(BadInputError, match=r"300000 characters; at most 262144"):
+        ChatTemplates({"default": "x" * 300_000})
+    text = "text " * 50_000
+    assert ChatTemplates({"default": text}).render([]) == text

@@ -11,7 +11,8 @@ from edgellm_models.errors import BadInputError
 MAX_CONFIG_BYTES = 32 << 20
 """tokenizer_config.json lists added tokens and templates: a few MB at most."""
 MAX_TOKENIZER_BYTES = 256 << 20
-MAX_TEMPLATE_BYTES = 1 << 20
+MAX_TEMPLATE_BYTES = 256 << 10
+"""Real chat templates have up to 32 KB."""
 
 
 def read_bytes(path: Path, limit: int) -> bytes:

@@ -10,6 +10,8 @@ thread);
 rendering, and
   what could be huge in a single step (repeat, pad, join, replace, format, power) is computed beforehand and
   refused;
+- values offer only the methods that templates use, by type (``template_methods``); there are no bytes;
+- the source and its syntax tree are limited before they are compiled;
 - containers are measured as if unfolded, so that ``[x, x]`` of ``[x, x]`` ... cannot hide 2**40 items in 40
 lists.
 
@@ -34,7 +36,9 @@ import jinja2.nodes as nodes
 import jinja2.sandbox
 
 from edgellm_models.errors import BadInputError
+from edgellm_models.tokenizer.hf_files import MAX_TEMPLATE_BYTES
 from edgellm_models.tokenizer.template_hooks import instrument
+from edgellm_models.tokenizer.template_methods import is_offered
 
 MAX_SECONDS = 5.0
 """CPU time of one rendering; a conversation of thousands of messages takes under one."""
@@ -46,6 +50,10 @@ MAX_UNFOLDED = 1_000_000
 MAX_NUMBER = 100_000
 """Largest width, count or precision that may be given to a function."""
 MAX_BITS = 10_000
+MAX_NODES = 12_000
+"""Nodes of a syntax tree; compiling takes 0.3 ms for each. Real templates have under 4,000."""
+MAX_PRINTED = 10_000
+"""Items and characters of what ``pprint`` lays out, which takes quadratic time."""
 
 
 class TemplateLimitError(Exception):
@@ -79,6 +87,11 @@ class Budget:
         if self._output < 0:
             raise TemplateLimitError(f"its output is longer than {MAX_OUTPUT_CHARS} characters")
         self.spend(chars)
+
+    def make_items(self, count: int) -> None:
+        """Refuses a list that is about to be made and would be too long."""
+        if count > self._unfolded:
+            raise TemplateLimitError(f"it builds a value of more than {MAX_UNFOLDED} items")
 
     def unfolded(self, value: Any) -> int:
         """Items and characters of a value as printing it would visit them; stops at a limit."""
@@ -271,7 +284,23 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     # ----------------------------------------------------------------------------------
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        return instrument(super()._parse(source, name, filename))
+        if len(source) > MAX_TEMPLATE_BYTES:
+            raise TemplateLimitError(
+                f"it has {len(source)} characters; at most {MAX_TEMPLATE_BYTES} are read"
+            )
+        if source.count("{{") + source.count("{%") > MAX_NODES:
+            raise TemplateLimitError(f"it has more than {MAX_NODES} tags")
+        tree = super()._parse(source, name, filename)
+        for count, _ in enumerate(tree.find_all(nodes.Node), start=1):
+            if count > MAX_NODES:
+                raise TemplateLimitError(f"its syntax tree has more than {MAX_NODES} nodes")
+        return instrument(tree)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Only what is listed as offered, and of that nothing that jinja2 calls unsafe."""
+        if isinstance(obj, _DictType):
+            return attr == "fromkeys"
+        return is_offered(obj, attr) and super().is_safe_attribute(obj, attr, value)
 
     def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
         budget = _budget.get()
@@ -305,6 +334,9 @@ def _counted(result: Any, budget: Budget, deep: bool = False) -> Any:
 
 
 def _check_operator(operator: str, left: Any, right: Any, budget: Budget) -> None:
+    for value in (left, right):
+        if isinstance(value, bytes | bytearray | memoryview):
+            raise TemplateLimitError("it computes with bytes, which templates do not have")
     numbers = isinstance(left, int) and isinstance(right, int)
     if operator == "**" and numbers and abs(right) * left.bit_length() > MAX_BITS:
         raise TemplateLimitError("it computes a number that is too large")
@@ -314,8 +346,12 @@ def _check_operator(operator: str, left: Any, right: Any, budget: Budget) -> Non
         for sequence, count in ((left, right), (right, left)):
             if isinstance(sequence, str | list | tuple) and isinstance(count, int):
                 budget.spend(len(sequence) * max(0, count))
+                if not isinstance(sequence, str):
+                    budget.make_items(len(sequence) * max(0, count))
     elif operator == "+" and isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
         budget.spend(len(left) + len(right))
+        if not isinstance(left, str):
+            budget.make_items(len(left) + len(right))
     elif operator == "%" and isinstance(left, str):
         _check_format(left, list(right) if isinstance(right, tuple) else [right])
 
@@ -334,8 +370,10 @@ def _check_string_method(text: str, name: str, arguments: list[Any]) -> None:
         _check_join(arguments[0], text)
     elif name in ("format", "format_map"):
         _check_format(text, arguments)
-    elif name == "translate":
-        raise TemplateLimitError("str.translate is not available to templates")
+    elif name in ("split", "rsplit", "splitlines"):
+        separator = next((a for a in arguments if isinstance(a, str)), "")
+        # Without a separator at most every second character is a word.
+        budget.make_items(text.count(separator) + 1 if separator else len(text) // 2 + 1)
 
 
 def _joinable(items: Any) -> Any:
@@ -364,6 +402,16 @@ def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         value, rest = args[skip] if len(args) > skip else None, [*args[skip + 1 :], *kwargs.values()]
         if name not in ("default", "d", "tojson", "format", "replace"):
             _check_numbers(rest)
+        if name == "sum":
+            start = kwargs.get("start", args[skip + 2] if len(args) > skip + 2 else 0)
+            # Lists and strings would be copied at every item.
+            if not isinstance(start, int | float):
+                raise TemplateLimitError(f"sum adds numbers, not {type(start).__name__}")
+        elif name == "pprint":
+            if budget.unfolded(value) > MAX_PRINTED:
+                raise TemplateLimitError(f"pprint is given more than {MAX_PRINTED} items")
+        elif name == "list" and isinstance(value, str):
+            budget.make_items(len(value))
         if name == "format":
             _check_format(str(value), rest)
         elif name == "replace" and len(rest) >= 2:
@@ -372,7 +420,6 @@ def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
             "join",
             "string",
             "list",
-            "pprint",
             "urlencode",
             "xmlattr",
             "escape",
