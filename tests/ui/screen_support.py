@@ -38,7 +38,7 @@ def replies(app: EdgeChat) -> list[Reply]:
     return list(chat_screen(app).query(Reply))
 
 
-async def until(pilot: Pilot, condition: Callable[[], object], what: str, timeout_s: float = 10.0) -> None:
+async def until(pilot: Pilot, condition: Callable[[], object], what: str, timeout_s: float = 60.0) -> None:
     """Waits until ``condition`` holds; fails with ``what`` if it never does."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -56,14 +56,23 @@ def still(app: EdgeChat) -> None:
         line.ttft_s, line.now_tokens_per_s, line.answer_tokens_per_s = 0.184, 42.0, 40.3
 
 
+async def settled(pilot: Pilot) -> None:
+    """Waits until the picture has been the same for a while, however busy the machine is."""
+    same, last = 0, ""
+    while same < 4:
+        await pilot.pause(0.1)
+        now = pilot.app.export_screenshot()
+        same, last = (same + 1, last) if now == last else (0, now)
+
+
 async def empty(pilot: Pilot) -> None:
     still(pilot.app)
 
 
 async def answered(pilot: Pilot) -> None:
     await send(pilot, pilot.app, "What is the capital of France?")
-    await pilot.pause(0.2)
     still(pilot.app)
+    await settled(pilot)
 
 
 async def streaming(pilot: Pilot) -> None:
@@ -74,22 +83,22 @@ async def streaming(pilot: Pilot) -> None:
     await until(pilot, lambda: "12 tokens" in status(app).phase and status(app).now_tokens_per_s, "polled")
     prompt(app).replace_text("a draft for later")
     still(app)
-    await pilot.pause(0.2)
+    await settled(pilot)
 
 
 async def stopped(pilot: Pilot) -> None:
     await streaming(pilot)
     await pilot.press("escape")
     await until(pilot, lambda: not chat_screen(pilot.app).generating, "stopped")
-    await pilot.pause(0.2)
     still(pilot.app)
+    await settled(pilot)
 
 
 async def failed(pilot: Pilot) -> None:
     await send(pilot, pilot.app, "Hello?")
-    await until(pilot, lambda: chat_screen(pilot.app).query(ErrorLine), "error line")
-    await pilot.pause(0.2)
+    await until(pilot, lambda: chat_screen(pilot.app).query(ErrorLine) and "✗" in shown(pilot.app), "error")
     still(pilot.app)
+    await settled(pilot)
 
 
 async def help_page(pilot: Pilot) -> None:
