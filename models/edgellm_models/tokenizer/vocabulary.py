@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from edgellm_models.errors import BadInputError, Notice
 from edgellm_models.tokenizer.base import TokenKind
@@ -13,6 +15,10 @@ MAX_VOCABULARY = 4_000_000
 """Entries. The largest published vocabularies have about 300,000."""
 MAX_TOKEN_CHARS = 65_536
 """Characters of one entry."""
+MAX_SPECIAL_CHARS = 512
+"""Characters of one token that is looked for in text. The longest published ones have about 100."""
+MAX_ALL_SPECIAL_CHARS = 1_000_000
+"""Characters of all such tokens of a vocabulary; Gemma 3 has 100,000."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
@@ -118,6 +124,11 @@ class Vocabulary:
                 raise BadInputError(
                     f"the token {text!r} is in the vocabulary twice, as id {first} and id {token_id}"
                 )
+        # Every id without a token costs memory, and one in the second pipeline of literal text.
+        if len(self.texts) > 2 * len(self.ids) + 1000:
+            raise BadInputError(
+                f"the tokenizer's largest id is {len(self.texts) - 1}, but it has only {len(self.ids)} tokens"
+            )
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -157,37 +168,71 @@ class Vocabulary:
 
 
 class SpecialFinder:
-    """Cuts a text at special tokens, the leftmost longest first."""
+    """Cuts a text at special tokens, the leftmost longest first, in one walk along a tree of their spellings.
+
+    BadInputError for spellings too long to walk along at every character.
+    """
 
     def __init__(self, tokens: Iterable[SpecialToken]) -> None:
-        self._by_text = {token.text: token for token in tokens if token.text}
-        lengths: dict[str, set[int]] = {}
-        for text in self._by_text:
-            lengths.setdefault(text[0], set()).add(len(text))
-        self._lengths = {char: sorted(found, reverse=True) for char, found in lengths.items()}
-        chars = "".join(re.escape(char) for char in self._lengths)
-        self._first = re.compile(f"[{chars}]") if chars else None
+        self._tokens = {token.text: token for token in tokens if token.text}
+        for token in self._tokens.values():
+            if len(token.text) > MAX_SPECIAL_CHARS:
+                raise BadInputError(
+                    f"the special token {token.token_id} has {len(token.text)} characters; at most"
+                    f" {MAX_SPECIAL_CHARS} are read"
+                )
+        size = sum(map(len, self._tokens))
+        if size > MAX_ALL_SPECIAL_CHARS:
+            raise BadInputError(
+                f"the special tokens have {size} characters together; at most {MAX_ALL_SPECIAL_CHARS} are"
+                " read"
+            )
+        self._lock = threading.Lock()
+        self._trees: dict[frozenset[TokenKind], tuple[re.Pattern[str], dict[str, Any]] | None] = {}
+
+    def _tree(self, kinds: frozenset[TokenKind]) -> tuple[re.Pattern[str], dict[str, Any]] | None:
+        """First characters, and the tree of the spellings of ``kinds``: a node by character, the token that
+        ends there under the empty string."""
+        with self._lock:
+            if kinds not in self._trees:
+                root: dict[str, Any] = {}
+                for text, token in self._tokens.items():
+                    if token.kind in kinds:
+                        node = root
+                        for char in text:
+                            node = node.setdefault(char, {})
+                        node[""] = token
+                chars = "".join(map(re.escape, root))
+                self._trees[kinds] = (re.compile(f"[{chars}]"), root) if root else None
+            return self._trees[kinds]
 
     def split(self, text: str, kinds: frozenset[TokenKind]) -> list[str | SpecialToken]:
         """Ordinary stretches (never empty) and the special tokens of ``kinds`` between them, in order."""
+        found = self._tree(kinds)
+        if found is None:
+            return [text] if text else []
+        first, root = found
         parts: list[str | SpecialToken] = []
         done = position = 0
-        while self._first is not None and (match := self._first.search(text, position)):
-            position = match.start()
-            for length in self._lengths[text[position]]:
-                token = self._by_text.get(text[position : position + length])
-                if token is not None and token.kind in kinds:
-                    if position > done:
-                        parts.append(text[done:position])
-                    parts.append(token)
-                    position += length
-                    if token.rstrip:
-                        while position < len(text) and text[position].isspace():
-                            position += 1
-                    done = position
-                    break
-            else:
+        while match := first.search(text, position):
+            position = end = match.start()
+            longest: SpecialToken | None = None
+            node = root
+            while end < len(text) and text[end] in node:
+                node = node[text[end]]
+                end += 1
+                longest = node.get("", longest)
+            if longest is None:
                 position += 1
+                continue
+            if position > done:
+                parts.append(text[done:position])
+            parts.append(longest)
+            position += len(longest.text)
+            if longest.rstrip:
+                while position < len(text) and text[position].isspace():
+                    position += 1
+            done = position
         if done < len(text):
             parts.append(text[done:])
         return parts
