@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from edgellm_models.errors import BadInputError
 from edgellm_models.tokenizer import load_sampling_defaults, load_tokenizer
-from edgellm_models.tokenizer.base import Tokenizer, TokenKind
+from edgellm_models.tokenizer.base import LiteralText, Tokenizer, TokenKind
 from tests.support.corpus import corpus_blocks, corpus_lines
 from tests.support.tiny_tokenizers import STYLES, make_tokenizer
 from tests.support.vocabularies import trained_bpe
@@ -256,7 +257,13 @@ def edit(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
         (edit(lambda d: d["model"]["merges"].append(["qqq", "zzz"])), "cannot be used"),
         (edit(lambda d: d["model"]["vocab"].update(zzzz=3)), "both have the id 3"),
         (edit(lambda d: d["model"]["vocab"].update(zzzz=4_000_000_000)), "has the id 4000000000"),
-        (edit(lambda d: d["model"]["vocab"].update(zzzz=-1)), "cannot be used"),
+        (edit(lambda d: d["model"]["vocab"].update(zzzz=-1)), "has the id -1"),
+        (edit(lambda d: d["model"]["vocab"].update(zzzz=True)), "must be a number, not True"),
+        (edit(lambda d: d["model"].update(vocab=5)), "model.vocab must be an object, not int"),
+        (edit(lambda d: d["model"].update(vocab=["a"] * 300)), "model.vocab must be an object, not list"),
+        (edit(lambda d: d["model"].update(merges={"a": 1})), "model.merges must be a list, not dict"),
+        (edit(lambda d: d["model"]["merges"].append(["a"])), r"merges\[\d+\] must be two texts"),
+        (edit(lambda d: d["model"]["merges"].append([])), r"merges\[\d+\] must be two texts"),
         (edit(lambda d: d.update(decoder={"type": "WordPiece", "prefix": "##", "cleanup": True})), "decoder"),
         (edit(lambda d: d.update(pre_tokenizer={"type": "Nonsense"})), "cannot be used"),
         (edit(lambda d: d.update(pre_tokenizer=split("Regex", "("))), "cannot be used"),
@@ -355,3 +362,132 @@ def test_impossible_sampling_defaults_are_named(tmp_path: Path, key: str, value:
     write(tmp_path, "generation_config.json", {key: value})
     with pytest.raises(BadInputError, match=rf"generation_config\.json: {key} must be"):
         load_sampling_defaults(tmp_path, "safetensors", {})
+
+
+# --- files and texts that ask for too much
+# --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("many", ["[],", "{},", "0,", '"ab",'])
+def test_many_small_values_are_refused_before_they_are_objects(tmp_path: Path, name: str, many: str) -> None:
+    """A list of empty lists takes 60 times the memory of its text."""
+    make_tokenizer("gpt2").write(tmp_path)
+    text = '{"model": {"type": "BPE", "vocab": {}, "merges": [' + many * 6_100_000 + "1]}}"
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    tracemalloc.start()
+    try:
+        with pytest.raises(
+            BadInputError, match=r"holds \d+ (arrays and objects|values); at most \d+ are read"
+        ):
+            load(tmp_path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 * len(text) + 10_000_000
+
+
+def test_a_tokenizer_file_has_a_largest_size(tmp_path: Path) -> None:
+    with (tmp_path / "tokenizer.json").open("wb") as file:
+        file.truncate((64 << 20) + 1)
+    with pytest.raises(BadInputError, match=r"has 67108865 bytes; at most 67108864 are read"):
+        load(tmp_path)
+
+
+def test_ids_far_above_the_number_of_tokens_are_refused(tmp_path: Path) -> None:
+    """Holes up to as many as there are tokens are kept; more would be memory for nothing."""
+    described = bpe_json(RAW)
+    count = len(described["model"]["vocab"])
+    described["model"]["vocab"]["zzzz"] = 2 * count
+    write(tmp_path, "tokenizer.json", described)
+    tokenizer = load(tmp_path)
+    assert tokenizer.vocab_size == 2 * count + 1 and tokenizer.token_id("zzzz") == 2 * count
+    assert tokenizer.decode(tokenizer.encode_parts([LiteralText("</s>x")])) == "</s>x"
+    described["model"]["vocab"]["zzzz"] = 2 * count + 2000
+    write(tmp_path, "tokenizer.json", described)
+    with pytest.raises(BadInputError, match=rf"'zzzz' has the id {2 * count + 2000} in a vocabulary of"):
+        load(tmp_path)
+
+
+def test_added_ids_far_above_a_sentencepiece_model_are_refused(tmp_path: Path) -> None:
+    make_tokenizer("spm_llama").write(tmp_path)
+    (tmp_path / "tokenizer.json").unlink(missing_ok=True)
+    write(tmp_path, "added_tokens.json", {"<far>": 3_999_999})
+    with pytest.raises(BadInputError, match="has the id 3999999 beside a vocabulary of"):
+        load(tmp_path)
+
+
+def replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "message"),
+    [
+        (replace({"String": "a"}, "b" * 1025), r"normalizer.content has 1025 characters; at most 1024"),
+        ({"type": "Prepend", "prepend": "b" * 1025}, "normalizer.prepend has 1025 characters"),
+        (
+            {"type": "Sequence", "normalizers": [replace({"String": "a"}, "a" * 40)] * 2},
+            "more than 1024 times longer",
+        ),
+        (
+            {"type": "Sequence", "normalizers": [replace({"Regex": ""}, "a")] * 11},
+            "more than 1024 times longer",
+        ),
+    ],
+)
+def test_normalizers_that_blow_up_a_text_are_refused(
+    tmp_path: Path, normalizer: dict[str, Any], message: str
+) -> None:
+    write(tmp_path, "tokenizer.json", bpe_json(RAW, normalizer))
+    with pytest.raises(BadInputError, match=message):
+        load(tmp_path)
+
+
+def test_normalizers_that_lengthen_a_text_leave_less_room_for_it(tmp_path: Path) -> None:
+    write(tmp_path, "tokenizer.json", bpe_json(RAW, replace({"String": "a"}, "b" * 1000)))
+    tokenizer = load(tmp_path)
+    assert tokenizer.decode(tokenizer.encode("a")) == "b" * 1000
+    for text in ("a" * 8001, "x" * 8001):
+        with pytest.raises(BadInputError, match=r"8001 characters, of which .* 1000 times as many"):
+            tokenizer.encode(text)
+        with pytest.raises(BadInputError, match=r"8001 characters, of which .* 1000 times as many"):
+            tokenizer.encode_parts([LiteralText(text)])
+
+
+@pytest.mark.parametrize("style", ["gpt2", "qwen2", "spm_llama"])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (" " * 10_500_000 + "x", "10500001 characters; at most 8000000"),
+        (" " * 4_000_001 + "x", "4000001 characters of white space in a row; at most 4000000"),
+        ("x" * 4_000_001 + "\n", "4000001 characters of text without white space in a row"),
+    ],
+    ids=["whole", "spaces", "letters"],
+)
+def test_texts_that_are_too_long_are_one_clear_line(
+    tmp_path: Path, style: str, text: str, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Before a library gives up on them with a traceback of its own."""
+    make_tokenizer(style).write(tmp_path)
+    tokenizer = load(tmp_path)
+    for encode in (
+        lambda: tokenizer.encode(text),
+        lambda: tokenizer.encode(text, parse_special=False),
+        lambda: tokenizer.encode_parts([text[:100], LiteralText(text[100:])]),
+    ):
+        with pytest.raises(BadInputError, match=message) as caught:
+            encode()
+        assert "\n" not in str(caught.value)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_pattern_at_which_the_library_gives_up_is_a_clear_line(tmp_path: Path) -> None:
+    """Its panic is no Exception."""
+    write(tmp_path, "tokenizer.json", bpe_json(sequence(split("Regex", r"(a|a)*(a|aa)+$b"), RAW)))
+    tokenizer = load(tmp_path)
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_parts([LiteralText(text)])):
+        with pytest.raises(BadInputError, match="a text of 41 characters cannot be tokenized") as caught:
+            encode("a" * 40 + "!")
+        assert "\n" not in str(caught.value)
+    assert tokenizer.decode(tokenizer.encode("hello")) == "hello"

@@ -8,9 +8,23 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from edgellm_models.errors import BadInputError
 from edgellm_models.tokenizer.base import LiteralText, TokenKind
-from edgellm_models.tokenizer.shared import SPECIAL_KINDS, SharedTokenizer
+from edgellm_models.tokenizer.shared import MAX_TEXT_CHARS, SPECIAL_KINDS, SharedTokenizer
 from edgellm_models.tokenizer.vocabulary import SpecialFinder, SpecialIds, SpecialToken, Vocabulary
+
+
+def pipeline_ids(pipeline: Any, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    """Ids of a text. BadInputError where the library fails, such as at a pattern that goes back too often."""
+    try:
+        return list(pipeline.encode(text, add_special_tokens=add_special_tokens).ids)
+    except BaseException as error:  # the library's panics are no Exception
+        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+            raise
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise BadInputError(
+            f"a text of {len(text)} characters cannot be tokenized with this vocabulary: {reason}"
+        ) from error
 
 
 class BpeTokenizer(SharedTokenizer):
@@ -21,40 +35,57 @@ class BpeTokenizer(SharedTokenizer):
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, special: SpecialIds, pipeline: Any, *, strips_leading_space: bool
+        self,
+        vocabulary: Vocabulary,
+        special: SpecialIds,
+        pipeline: Any,
+        *,
+        strips_leading_space: bool,
+        growth: int = 1,
     ) -> None:
-        """``pipeline`` is a ``tokenizers.Tokenizer``; its added tokens are the vocabulary's special ones."""
+        """``pipeline`` is a ``tokenizers.Tokenizer``; its added tokens are the vocabulary's special ones.
+        ``growth`` is how many times longer its normalizer may make a text."""
         super().__init__(vocabulary, special, strips_leading_space=strips_leading_space)
         self._pipeline = pipeline
+        self._growth = growth
         self._lock = threading.Lock()
         self._literal: tuple[Any, SpecialFinder, dict[int, str], dict[int, int]] | None = None
 
     def _encode_text(self, text: str, parse_special: bool) -> list[int]:
         if parse_special:
-            return list(self._pipeline.encode(text, add_special_tokens=False).ids)
+            self._check_growth(len(text))
+            return pipeline_ids(self._pipeline, text)
         return self._encode_run([LiteralText(text)], True)
+
+    def _check_growth(self, chars: int) -> None:
+        if chars * self._growth > MAX_TEXT_CHARS:
+            raise BadInputError(
+                f"the text has {chars} characters, of which this tokenizer may make {self._growth} times as"
+                f" many; at most {MAX_TEXT_CHARS} are tokenized at once"
+            )
 
     def _encode_run(self, parts: Sequence[str | LiteralText], first: bool) -> list[int]:
         if all(isinstance(part, str) for part in parts):
             return self._encode_text("".join(part for part in parts if isinstance(part, str)), True)
         pipeline, finder, names, original = self._literal_pipeline()
-        text = ""
+        texts: list[str] = []
         for part in parts:
             if isinstance(part, LiteralText):
-                text += part.text
+                texts.append(part.text)
             else:
-                text += "".join(
+                texts += (
                     names[item.token_id] if isinstance(item, SpecialToken) else item
                     for item in finder.split(part, SPECIAL_KINDS)
                 )
+        self._check_growth(sum(len(part.text if isinstance(part, LiteralText) else part) for part in parts))
         ids: list[int] = []
-        for token_id in pipeline.encode(text, add_special_tokens=False).ids:
+        for token_id in pipeline_ids(pipeline, "".join(texts)):
             if token_id in original:
                 ids.append(original[token_id])
             elif self.vocabulary.kind(token_id) is TokenKind.CONTROL:
                 # A word that is a control token's spelling was taken whole: spell it out instead.
                 for char in self.vocabulary.text(token_id):
-                    ids.extend(pipeline.encode(char, add_special_tokens=False).ids)
+                    ids.extend(pipeline_ids(pipeline, char))
             else:
                 ids.append(token_id)
         return ids

@@ -10,10 +10,11 @@ from typing import Any
 from edgellm_models.errors import BadInputError
 from edgellm_models.tokenizer import sentencepiece_proto as proto
 from edgellm_models.tokenizer.base import TokenKind
-from edgellm_models.tokenizer.bpe_tokenizer import BpeTokenizer
+from edgellm_models.tokenizer.bpe_tokenizer import BpeTokenizer, pipeline_ids
 from edgellm_models.tokenizer.byte_level import spelled_bytes
 from edgellm_models.tokenizer.hf_files import (
     MAX_TOKENIZER_BYTES,
+    check_json_size,
     read_bytes,
     read_json_object,
     special_token_strings,
@@ -119,6 +120,7 @@ def _added_tokens(folder: Path) -> dict[int, tuple[str, bool, bool]]:
 def _from_tokenizer_json(folder: Path, config: Mapping[str, Any]) -> BpeTokenizer:
     path = folder / "tokenizer.json"
     data = read_bytes(path, MAX_TOKENIZER_BYTES)
+    check_json_size(data, path)
     try:
         described = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -130,14 +132,75 @@ def _from_tokenizer_json(folder: Path, config: Mapping[str, Any]) -> BpeTokenize
         raise BadInputError(
             f"{path}: the model type {model.get('type')!r} is not supported (BPE and Unigram are)"
         )
-    if model.get("type", "BPE") == "BPE" and not model.get("merges") and len(model.get("vocab") or ()) > 256:
+    _check_model(path, model)
+    if model.get("type", "BPE") == "BPE" and not model.get("merges") and len(model["vocab"]) > 256:
         raise BadInputError(f"{path}: the BPE vocabulary comes without merges, so text cannot be encoded")
     pipeline = _load_pipeline(path, data)
+    growth = _growth(path, described)
     _add_missing_tokens(folder, pipeline)
     byte_level, strips = _decoding(path, described)
     vocabulary = _pipeline_vocabulary(folder, pipeline, model, byte_level)
     special = _special_ids(folder, config, vocabulary, _ends_added(pipeline))
-    return BpeTokenizer(vocabulary, special, pipeline, strips_leading_space=strips)
+    return BpeTokenizer(vocabulary, special, pipeline, strips_leading_space=strips, growth=growth)
+
+
+def _check_model(path: Path, model: dict[str, Any]) -> None:
+    """The flat parts, before the library builds tables from them. BadInputError names the first bad entry."""
+    vocab = model.get("vocab")
+    kind = dict if model.get("type", "BPE") == "BPE" else list
+    if not isinstance(vocab, kind):
+        raise BadInputError(
+            f"{path}: model.vocab must be {'an object' if kind is dict else 'a list'}, not"
+            f" {type(vocab).__name__}"
+        )
+    if len(vocab) > MAX_VOCABULARY:
+        raise BadInputError(
+            f"{path}: model.vocab has {len(vocab)} entries; at most {MAX_VOCABULARY} are read"
+        )
+    if isinstance(vocab, dict):
+        for text, token_id in vocab.items():
+            if isinstance(token_id, bool) or not isinstance(token_id, int):
+                raise BadInputError(f"{path}: the id of {text!r} must be a number, not {token_id!r}")
+            if not 0 <= token_id <= 2 * len(vocab) + 1000:
+                raise BadInputError(
+                    f"{path}: {text!r} has the id {token_id} in a vocabulary of {len(vocab)} tokens"
+                )
+    merges = model.get("merges", [])
+    if not isinstance(merges, list):
+        raise BadInputError(f"{path}: model.merges must be a list, not {type(merges).__name__}")
+    for index, merge in enumerate(merges):
+        pair = merge.split(" ") if isinstance(merge, str) else merge
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
+            raise BadInputError(f"{path}: model.merges[{index}] must be two texts, not {str(merge)[:80]!r}")
+
+
+MAX_ADDED_CHARS = 1024
+"""Characters that one step of a normalizer may put into a text, and how many times longer all together may
+make it."""
+
+
+def _growth(path: Path, described: dict[str, Any]) -> int:
+    """How many times longer the normalizer may make a text; BadInputError beyond a limit."""
+    growth = 1
+    for part in ("normalizer", "pre_tokenizer"):
+        for step in _steps(described.get(part)):
+            for key in ("content", "prepend", "replacement", "prefix", "suffix"):
+                added = step.get(key)
+                if isinstance(added, str) and len(added) > MAX_ADDED_CHARS:
+                    raise BadInputError(
+                        f"{path}: {part}.{key} has {len(added)} characters; at most {MAX_ADDED_CHARS} are put"
+                        " into a text"
+                    )
+            content, pattern = step.get("content"), step.get("pattern")
+            if step.get("type") == "Replace" and isinstance(content, str):
+                # A regular expression may also match between two characters.
+                plain = isinstance(pattern, dict) and bool(pattern.get("String"))
+                growth *= max(1, len(content) + (not plain and content != ""))
+            if growth > MAX_ADDED_CHARS:
+                raise BadInputError(
+                    f"{path}: the normalizer may make a text more than {MAX_ADDED_CHARS} times longer"
+                )
+    return growth
 
 
 def _load_pipeline(path: Path, data: bytes) -> Any:
@@ -228,8 +291,8 @@ def _ends_added(pipeline: Any) -> tuple[bool, bool]:
     """Whether the file's own post-processor puts something before and after a text."""
     if pipeline.post_processor is None:
         return False, False
-    plain = pipeline.encode("a", add_special_tokens=False).ids
-    whole = pipeline.encode("a", add_special_tokens=True).ids
+    plain = pipeline_ids(pipeline, "a")
+    whole = pipeline_ids(pipeline, "a", add_special_tokens=True)
     if len(whole) == len(plain):
         return False, False
     start = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
@@ -247,7 +310,12 @@ def _from_tokenizer_model(folder: Path, config: Mapping[str, Any]) -> SentencePi
     texts = [piece.text for piece in model.pieces]
     kinds = [KIND_OF_TYPE[piece.type] for piece in model.pieces]
     rstrip: list[int] = []
-    for token_id, (text, special, strips) in sorted(_added_tokens(folder).items()):
+    added = sorted(_added_tokens(folder).items())
+    if added and added[-1][0] > 2 * (len(texts) + len(added)) + 1000:
+        raise BadInputError(
+            f"{folder}: an added token has the id {added[-1][0]} beside a vocabulary of {len(texts)} pieces"
+        )
+    for token_id, (text, special, strips) in added:
         kind = TokenKind.CONTROL if special else TokenKind.USER_DEFINED
         texts += [""] * (token_id + 1 - len(texts))
         kinds += [TokenKind.UNUSED] * (token_id + 1 - len(kinds))

@@ -10,7 +10,12 @@ from edgellm_models.errors import BadInputError
 
 MAX_CONFIG_BYTES = 32 << 20
 """tokenizer_config.json lists added tokens and templates: a few MB at most."""
-MAX_TOKENIZER_BYTES = 256 << 20
+MAX_TOKENIZER_BYTES = 64 << 20
+"""The largest published tokenizer.json has 33 MB."""
+MAX_JSON_GROUPS = 2_000_000
+"""Objects and arrays in a file, of 64 bytes or more each: merges are pairs, of which Gemma 3 has 510,000."""
+MAX_JSON_ITEMS = 6_000_000
+"""Members and elements in a file; Gemma 3 has 2 million."""
 MAX_TEMPLATE_BYTES = 256 << 10
 """Real chat templates have up to 32 KB."""
 
@@ -22,7 +27,7 @@ def read_bytes(path: Path, limit: int) -> bytes:
         if size > limit:
             raise BadInputError(f"{path} has {size} bytes; at most {limit} are read")
         with path.open("rb") as file:
-            return file.read(limit)
+            return file.read(size)  # a larger number would be allocated whole
     except OSError as error:
         raise BadInputError(f"{path} cannot be read: {error.strerror or error}") from error
 
@@ -34,12 +39,25 @@ def read_text(path: Path, limit: int) -> str:
         raise BadInputError(f"{path} is not UTF-8 text (byte {error.start})") from error
 
 
+def check_json_size(data: bytes, path: Path) -> None:
+    """BadInputError for JSON text of so many values that the objects would take many times its size."""
+    # Marks inside strings count too: those are few beside what is allowed.
+    for count, limit, what in (
+        (data.count(b"[") + data.count(b"{"), MAX_JSON_GROUPS, "arrays and objects"),
+        (data.count(b","), MAX_JSON_ITEMS, "values"),
+    ):
+        if count > limit:
+            raise BadInputError(f"{path} holds {count} {what}; at most {limit} are read")
+
+
 def read_json_object(path: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     """The JSON object in a file, or an empty one where the file does not exist."""
     if not path.is_file():
         return {}
     try:
-        value = json.loads(read_text(path, limit))
+        text = read_text(path, limit)
+        check_json_size(text.encode(), path)
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         if isinstance(error, BadInputError):
             raise

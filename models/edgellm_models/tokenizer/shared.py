@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import TypeGuard
 
 from edgellm_models.errors import BadInputError
 from edgellm_models.tokenizer.base import KnownIds, LiteralText, PromptPart, TokenKind
@@ -13,6 +15,11 @@ HIDDEN_KINDS = frozenset({TokenKind.CONTROL, TokenKind.UNKNOWN})
 """Kinds that are no part of an answer's text."""
 SPECIAL_KINDS = frozenset({TokenKind.CONTROL, TokenKind.UNKNOWN, TokenKind.USER_DEFINED})
 """Kinds that are found in a text before it is cut into words."""
+MAX_TEXT_CHARS = 8_000_000
+"""Characters that are tokenized at once; the libraries need a few hundred bytes for each."""
+MAX_RUN_CHARS = 4_000_000
+"""Characters without a change between white space and others. The patterns that cut text into words go back
+over such a run, and the library gives up at ten million steps."""
 
 
 class SharedTokenizer(ABC):
@@ -40,6 +47,7 @@ class SharedTokenizer(ABC):
         """Ids of parts that follow one another; ``first`` says that they begin the prompt."""
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
+        check_text_length([text])
         ids = self._encode_text(clean_text(text), parse_special)
         if not add_special:
             return ids
@@ -54,6 +62,9 @@ class SharedTokenizer(ABC):
         return [self.bos_id, *ids]
 
     def encode_parts(self, parts: Sequence[PromptPart], *, add_bos: bool = True) -> list[int]:
+        check_text_length(
+            [part.text if isinstance(part, LiteralText) else part for part in parts if _is_text(part)]
+        )
         ids: list[int] = []
         run: list[str | LiteralText] = []
         first = True
@@ -92,6 +103,25 @@ class SharedTokenizer(ABC):
         if self.strips_leading_space:
             whole = whole.removeprefix(b" ")
         return whole.decode("utf-8", "replace")
+
+
+def _is_text(part: PromptPart) -> TypeGuard[str | LiteralText]:
+    return not isinstance(part, KnownIds)
+
+
+def check_text_length(texts: Sequence[str]) -> None:
+    """BadInputError for a text, made of these, that is too long to be tokenized at once."""
+    size = sum(map(len, texts))
+    if size > MAX_TEXT_CHARS:
+        raise BadInputError(f"the text has {size} characters; at most {MAX_TEXT_CHARS} are tokenized at once")
+    if size > MAX_RUN_CHARS:
+        for match in re.finditer(r"\s+|\S+", "".join(texts)):
+            run = match.end() - match.start()
+            if run > MAX_RUN_CHARS:
+                what = "white space" if match.group()[0].isspace() else "text without white space"
+                raise BadInputError(
+                    f"the text has {run} characters of {what} in a row; at most {MAX_RUN_CHARS} are tokenized"
+                )
 
 
 def checked_id(name: str, value: object, size: int) -> int | None:
