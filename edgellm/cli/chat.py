@@ -65,6 +65,7 @@ def command(
     """
     from edgellm.cli.options import resolve_settings
     from edgellm.cli.output import current_output
+    from edgellm.config import FLAG
     from edgellm.contracts import SamplingParams
     from edgellm_models.errors import UsageError
 
@@ -90,7 +91,8 @@ def command(
     from edgellm.cli.model_access import local_model
 
     found, path = local_model(resolved.model, output)
-    opening = Opening(resolved, found, path)
+    unnamed = bool(words) and model is None and resolved.origins.get("model") != FLAG
+    opening = Opening(resolved, found, path, unnamed)
     if mode.kind == "screen":
         return run_screen(opening, system or "")
     from edgellm.cli import plain_chat
@@ -115,7 +117,13 @@ def split_words(
     from edgellm_models.errors import UsageError
 
     model = None
-    if words and not model_named and is_model_argument(words[0], models_folder()):
+    if (
+        words
+        and not model_named
+        and is_model_argument(
+            words[0], models_folder(), more_words=len(words) > 1 or (prompt is not None and not soft)
+        )
+    ):
         model, words = words[0], words[1:]
     if words and prompt is not None and not soft:
         raise UsageError(f"two prompts were given: {' '.join(words)[:80]!r} and -p {prompt[:80]!r}; give one")
@@ -201,11 +209,15 @@ class Opening:
     resolved: ResolvedConfig
     model: ResolvedModel
     path: Path
+    unnamed: bool = False
+    """The command line has a prompt and no model: it is said which one answers."""
 
     def load(self, on_notice: OnNotice) -> tuple[Runtime, SamplingParams]:
         """The model and how to choose its tokens."""
-        from edgellm.cli.runtime import load_runtime
+        from edgellm.cli.runtime import default_model_notice, load_runtime
 
+        if self.unnamed:
+            on_notice(default_model_notice(self.model.name))
         runtime = load_runtime(self.resolved, self.path, self.model.name, on_notice)
         return runtime, self.sampling(runtime.sampling_defaults)
 

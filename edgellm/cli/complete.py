@@ -63,6 +63,7 @@ def command(
     from edgellm.cli.model_access import local_model
     from edgellm.cli.options import resolve_settings
     from edgellm.cli.output import current_output
+    from edgellm.config import FLAG
     from edgellm.contracts import SamplingParams
     from edgellm_models.errors import Notice
 
@@ -81,12 +82,16 @@ def command(
             output.notice(notice)
 
     found, path = local_model(resolved.model, output)
-    from edgellm.cli.runtime import load_runtime
+    from edgellm.cli.runtime import default_model_notice, load_runtime
 
+    first = [default_model_notice(found.name)] if model is None and resolved.origins["model"] != FLAG else []
+    for notice in first:
+        show(notice)
     runtime = load_runtime(resolved, path, found.name, show)
     try:
         request = make_request(runtime, prompt, sampling, logprobs, no_special)
         result = Completion(as_json)
+        result.first_notices = first
         run(runtime, request, result)
         if result.reached_limit and resolved.max_tokens is None:
             detail = f"the answer was cut at {DEFAULT_MAX_TOKENS} tokens; --max-tokens N allows more"
@@ -121,14 +126,16 @@ def split_words(words: tuple[str, ...], *, model_named: bool) -> tuple[str | Non
 
 def names_a_model(word: str) -> bool:
     """Whether a single word is a model rather than a prompt: a catalog name, hf:..., a GGUF file, a model's
-    folder. A .gguf that does not exist counts, so that a typing error never becomes a prompt.
+    folder. A .gguf that does not exist and a mistyped name count, so that a typing error never becomes a
+    prompt.
     """
     from pathlib import Path
 
-    from edgellm_models.catalog import load_catalog
+    from edgellm.cli.options import models_folder
+    from edgellm_models.catalog import is_mistyped, load_catalog
     from edgellm_models.catalog.catalog import HUB_PREFIX
 
-    if word in load_catalog() or word.startswith(HUB_PREFIX):
+    if word in load_catalog() or word.startswith(HUB_PREFIX) or is_mistyped(word, models_folder()):
         return True
     try:
         path = Path(word).expanduser()
@@ -202,6 +209,7 @@ class Completion:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.notices: list[Notice] = []
+        self.first_notices: list[Notice] = []
         self.last: TokenEvent | None = None
         self.interrupted = False
 
@@ -306,7 +314,7 @@ def json_result(runtime: Runtime, request: GenerationRequest, result: Completion
         },
         "draft": last.draft,
         "seed": last.seed,
-        "notices": [*runtime.notices, *result.notices],
+        "notices": [*result.first_notices, *runtime.notices, *result.notices],
     }
     if request.logprobs is not None:
         found["logprobs"] = result.logprobs

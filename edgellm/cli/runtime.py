@@ -147,6 +147,11 @@ def load_runtime(
     return Runtime(info, tokenizer, sampling_defaults, core, times, tuple(notices), load_templates)
 
 
+def default_model_notice(name: str) -> Notice:
+    """Says which model answers a prompt that came without one, so that no mistake in its name goes unseen."""
+    return Notice("default_model", f"no model was named, so {name} answers; -m names another")
+
+
 def _keep_threads_from_spinning() -> None:
     """Shortens the busy waiting of GNU OpenMP's threads, which is read once, when torch is loaded.
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from edgellm_models.catalog.catalog import Entry, HubSource, PipSource, load_catalog
 from edgellm_models.catalog.pull import DEFAULT_STALL_S, iterate_pull, pull_model
-from edgellm_models.catalog.resolve import ResolvedModel, is_model_argument, known_names, resolve_model
+from edgellm_models.catalog.resolve import (
+    ResolvedModel,
+    is_mistyped,
+    is_model_argument,
+    known_names,
+    resolve_model,
+)
 from edgellm_models.catalog.store import LocalModel, find_local, list_local, remove_local
 
 __all__ = [
@@ -15,6 +21,7 @@ __all__ = [
     "PipSource",
     "ResolvedModel",
     "find_local",
+    "is_mistyped",
     "is_model_argument",
     "iterate_pull",
     "known_names",

@@ -14,6 +14,14 @@ from edgellm_models.errors import BadInputError, NotFoundError
 
 _MODEL_SUFFIXES = (".gguf", ".safetensors")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+_SIZED = re.compile(r"[A-Za-z][\w.]*([-_:][\w.]+)*[-_:]\d+(\.\d+)?[mMbB]?")
+"""The form of a model's name: words, then a size, such as smollm2-135m or mistral:7b."""
+_FILE = re.compile(
+    r"\S+\.(gguf|ggml|safetensors|bin|pt|pth|onnx|json|jsonl|txt|md|csv|tsv|log|toml|yaml|yml|xml|html|pdf)",
+    re.IGNORECASE,
+)
+NEAR = 0.7
+"""The likeness (difflib) from which a word counts as a mistyped name; sentences' first words stay below."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +65,11 @@ def resolve_model(argument: str, models_folder: Path) -> ResolvedModel:
     raise NotFoundError(_missing(argument, catalog, models_folder))
 
 
-def is_model_argument(word: str, models_folder: Path) -> bool:
+def is_model_argument(word: str, models_folder: Path, *, more_words: bool = False) -> bool:
     """Whether the first word of ``chat [MODEL] [PROMPT...]`` is a model rather than the begin of a prompt.
 
-    A word that looks like a path or file but is none is NotFoundError: a typing error never becomes a prompt.
+    A word that looks like a path, a file or a mistyped name is NotFoundError: a typing error never becomes a
+    prompt for another model. ``more_words`` says that a prompt follows, so that the word may well be a model.
     """
     if word in load_catalog() or word.startswith(HUB_PREFIX):
         return True
@@ -69,9 +78,28 @@ def is_model_argument(word: str, models_folder: Path) -> bool:
             return True
     except (OSError, ValueError):
         return False
-    if looks_like_path(word):
+    if looks_like_path(word) or _FILE.fullmatch(word) or is_mistyped(word, models_folder, more_words):
         raise NotFoundError(_missing(word, load_catalog(), models_folder) + "; a prompt goes after -p")
     return False
+
+
+def is_mistyped(word: str, models_folder: Path, more_words: bool = False) -> bool:
+    """Whether a word, which names no model, was meant to: a known name in other letters' case; one near to
+    it or of its form.
+
+    Near counts for a word that a prompt follows or that has the form of a name and size; one that ends in a
+    size (``x-7b``) always counts, since no other model may answer for it.
+    """
+    if not word or len(word) > 100 or any(map(str.isspace, word)):
+        return False
+    names = known_names(models_folder)
+    lower = word.lower()
+    if lower in map(str.lower, names):
+        return True
+    sized = _SIZED.fullmatch(word) is not None
+    if sized and lower[-1] in "mb":
+        return True
+    return (sized or more_words) and bool(difflib.get_close_matches(lower, names, n=1, cutoff=NEAR))
 
 
 def looks_like_path(word: str) -> bool:
