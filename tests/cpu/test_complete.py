@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -276,11 +275,10 @@ def test_ctrl_c_keeps_the_text_and_exits_130(endless: Path, tmp_path: Path) -> N
     ) as process:
         start = wait_for_output(process, 10)
         process.send_signal(signal.SIGINT)
-        begin = time.monotonic()
-        rest, errors = process.communicate(timeout=20)
-        assert process.returncode == 130 and errors == b"" and time.monotonic() - begin < 15
+        rest, errors = process.communicate(timeout=60)
+        assert process.returncode == 130 and errors == b""
         text = (start + rest).decode()
-        assert ("abc" * 40_000).startswith(text)
+        assert ("abc" * 40_000).startswith(text) and len(text) < 90_000
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
@@ -318,7 +316,7 @@ def test_a_reader_that_goes_away_is_quiet(endless: Path, tmp_path: Path) -> None
         wait_for_output(process, 5)
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
-        assert process.wait(20) == 141 and process.stderr.read() == b""
+        assert process.wait(60) == 141 and process.stderr.read() == b""
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")

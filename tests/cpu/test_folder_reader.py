@@ -545,7 +545,7 @@ def _good_file() -> bytes:
     return struct.pack("<Q", len(raw)) + raw + bytes(28)
 
 
-@settings(max_examples=400, deadline=2000)
+@settings(max_examples=400, deadline=20_000)
 @given(
     flips=st.lists(st.tuples(st.integers(0, len(_good_file()) - 29), st.integers(0, 255)), max_size=6),
     cut=st.one_of(st.none(), st.integers(0, len(_good_file()))),

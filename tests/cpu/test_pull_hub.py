@@ -30,8 +30,9 @@ from edgellm_models.errors import (
     TransferError,
 )
 from tests.support.hub_server import COMMIT, Fault, HubState, serve_hub
+from tests.support.oracles import require_oracle
 
-pytest.importorskip("huggingface_hub")
+require_oracle("huggingface_hub")
 
 CONTENT = random.Random(7).randbytes(400_000)
 OTHER = random.Random(8).randbytes(400_000)
@@ -109,10 +110,9 @@ def test_cut_connections_are_gone_on_with(hub: HubState, tmp_path: Path) -> None
 def test_a_stall_ends_the_pull_and_the_next_one_resumes(hub: HubState, tmp_path: Path) -> None:
     """ollama 1736, 4755: pulls that hang for ever, or begin again from nothing."""
     hub.faults.append(Fault("stall", 200_000))
-    started = time.monotonic()
     with pytest.raises(TransferError, match=r"stalled: nothing arrived for 1.5 s; run the same command"):
         fetch(tmp_path, stall_s=1.5)
-    assert time.monotonic() - started < 15
+    assert len(hub.ranges()) == 1, "given up, not begun again"
     assert_not_pulled(tmp_path)
     path, progress, _ = fetch(tmp_path)
     assert path.read_bytes() == CONTENT
@@ -368,7 +368,7 @@ def test_a_killed_pull_leaves_no_process_and_is_resumed(hub: HubState, tmp_path:
 
 
 def wait_for_part(models: Path, size: int) -> Path:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         for part in (models / ".partial").rglob("*.part"):
             if part.stat().st_size >= size:
@@ -385,7 +385,7 @@ def test_closing_the_iterator_cancels(hub: HubState, tmp_path: Path) -> None:
             break
     started = time.monotonic()
     events.close()  # type: ignore[attr-defined]
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 25, "it waited for the hub, which is silent for 30 s"
     assert_not_pulled(tmp_path)
     last = list(iterate_pull(hub_entry(MODEL), tmp_path))[-1]
     assert last.phase == "done" and find_local(MODEL, tmp_path) is not None

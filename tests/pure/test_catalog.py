@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -254,9 +255,10 @@ def test_a_model_that_is_being_pulled_is_not_removed(tmp_path: Path) -> None:
     assert find_local("m", tmp_path) is not None
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="locks of another kind")
 def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a lock that another holds is waited for."""
-    fcntl = pytest.importorskip("fcntl")
+    import fcntl
 
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")

@@ -13,14 +13,16 @@ import pytest
 
 
 def require_oracle(module: str) -> Any:
-    """The module; without it the test is skipped with a reason, and in CI (CI is set) it fails."""
+    """The module; without it the test, or the file that asks at its top, is skipped with a reason, and in CI
+    (CI is set) it fails.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:
         message = f"the oracle {module} is not installed: {error}"
         if os.environ.get("CI"):
             pytest.fail(message)
-        pytest.skip(message)
+        pytest.skip(message, allow_module_level=True)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.support.oracles import require_oracle
+
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -38,7 +40,7 @@ _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "
 
 def transformers_model(source: Path) -> Any:
     """The f32 model of a GGUF file or a Hugging Face folder, in eager attention, ready to run."""
-    from transformers import AutoModelForCausalLM
+    AutoModelForCausalLM = require_oracle("transformers").AutoModelForCausalLM
 
     if source.is_dir():
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
