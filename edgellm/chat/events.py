@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 from edgellm.contracts import (
     ChatEvent,
     Delta,
@@ -71,12 +69,3 @@ class ChatEventMaker:
             seed=event.seed or 0,
             error=event.error,
         )
-
-
-async def chat_events(events: AsyncIterator[TokenEvent], maker: ChatEventMaker) -> AsyncIterator[ChatEvent]:
-    """The chat events of a stream of token events; ends with the answer."""
-    async for event in events:
-        for made in maker.push(event):
-            yield made
-        if maker.finished:
-            return

@@ -143,7 +143,9 @@ class LocalClient:
 
     def _remember(self, conversation_id: str, maker: ChatEventMaker) -> None:
         answers = self._remembered.get(conversation_id, ())
-        self._remembered[conversation_id] = remember(answers, maker.text, maker.token_ids)
+        self._remembered[conversation_id] = remember(
+            answers, maker.text, maker.token_ids, self._encoder.tokenizer
+        )
         self._remembered.move_to_end(conversation_id)
         if len(self._remembered) > MAX_CONVERSATIONS:
             self._remembered.popitem(last=False)

@@ -120,6 +120,36 @@ def test_the_history_keeps_the_ids_of_its_answers(scripted: Path) -> None:
     run(scripted, test)
 
 
+def test_what_a_stop_string_cut_away_does_not_come_back(tmp_path: Path) -> None:
+    """F19: the history holds what was shown, whether or not the stop string is a token of its own."""
+    path = make_bigram(
+        tmp_path / "m", ["he", "llo", " END", " more"], chat_template=TEMPLATE, encodable=False
+    )
+
+    async def test(client: LocalClient) -> None:
+        tokenizer = client._encoder.tokenizer
+        for stop, shown in ((" END", "hello"), ("ND", "hello E"), ("D m", "hello EN"), ("lo E", "hel")):
+            sampling = SamplingParams(temperature=0.0, max_new_tokens=50, stop=(stop,))
+            talk = [*HELLO]
+            seen: list[tuple[int, ...]] = []
+            submit = client._engine.submit
+
+            def spy(request: Any, submit: Any = submit, seen: Any = seen) -> Any:
+                seen.append(request.prompt_token_ids)
+                return submit(request)
+
+            client._engine.submit = spy  # type: ignore[method-assign]
+            events = await collect(client.stream_chat(stop, talk, sampling))
+            assert text_of(events) == shown
+            talk += [ChatMessage("assistant", shown), ChatMessage("user", "more")]
+            await collect(client.stream_chat(stop, talk, sampling))
+            client._engine.submit = submit  # type: ignore[method-assign]
+            prompt = tokenizer.decode(seen[1], show_special=True)
+            assert prompt.endswith(f"[assistant]{shown}[user]more")
+
+    run(path, test)
+
+
 def test_cancel_ends_the_answer_with_its_text(endless: Path) -> None:
     async def test(client: LocalClient) -> None:
         events: list[ChatEvent] = []

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from edgellm.chat.events import ChatEventMaker, chat_events
+from edgellm.chat.events import ChatEventMaker
 from edgellm.chat.remembered import MAX_ANSWERS, remember
 from edgellm.chat.request import build_request, chat_encoder, count_tokens, template_message
 from edgellm.contracts import (
-    ChatEvent,
     ChatMessage,
     ContentPart,
     Delta,
@@ -129,12 +127,44 @@ def test_image_parts_are_refused_by_name(encoder: ChatEncoder) -> None:
 
 def test_remembering_answers() -> None:
     """F19: pure, bounded, nothing for an answer without tokens."""
-    answers = remember((), "a", [1, 2])
-    assert remember(answers, "b", []) == answers
+    tokenizer = load_tokenizer(Path("x"), "gguf", bpe_fields())
+    answers = remember((), "a", tokenizer.encode("a"), tokenizer)
+    assert remember(answers, "b", [], tokenizer) == answers
     for number in range(MAX_ANSWERS + 5):
-        answers = remember(answers, str(number), [number])
+        answers = remember(answers, str(number), tokenizer.encode(str(number)), tokenizer)
     assert len(answers) == MAX_ANSWERS
     assert answers[-1].text == str(MAX_ANSWERS + 4)
+
+
+@pytest.mark.parametrize("fields", [bpe_fields(), spm_fields()], ids=["bpe", "spm"])
+def test_ids_that_were_not_shown_are_not_remembered(fields: dict[str, Any]) -> None:
+    """What a stop string cut away and what ended the answer; the whole where it was cut inside a token."""
+    tokenizer = load_tokenizer(Path("x"), "gguf", fields)
+    end = max(tokenizer.eos_ids)
+
+    def one(*texts: str) -> list[int]:
+        return [i for n, text in enumerate(texts) for i in literal(text, n > 0)]
+
+    def literal(text: str, later: bool) -> list[int]:
+        ids = tokenizer.encode(("x" if later else "") + text, add_special=False, parse_special=False)
+        cut = next(i for i in range(len(ids)) if tokenizer.decode(ids[:i]) == "x") if later else 0
+        return ids[cut:]
+
+    def kept(text: str, ids: list[int]) -> tuple[int, ...]:
+        answers = remember((), text, ids, tokenizer)
+        assert all(tokenizer.decode(answer.token_ids) == answer.text for answer in answers)
+        return answers[0].token_ids if answers else ()
+
+    shown = one("he", "llo")
+    assert tokenizer.decode(shown) == "hello"
+    for rest in ([], one("", "Z"), one("", "Z", "Z", "Z"), [end], [*one("", "Z"), end, end]):
+        assert kept("hello", [*shown, *rest]) == tuple(shown)
+    half = one("hello", "\U0001fae0")[:-1]
+    assert kept("hello\ufffd", half) == tuple(half)
+    assert kept("hello", [*shown, *one("", "Z" * 400)]) in ((), tuple(shown))
+    assert kept("hel", one("he") + one("", "y")) == ()
+    assert kept("hello!", shown) == ()
+    assert kept("", [end]) == () and kept("", one("", "Z")) == ()
 
 
 # --- events
@@ -173,15 +203,3 @@ def test_an_engine_fault_ends_the_answer_with_its_message() -> None:
     (end,) = maker.push(TokenEvent("r", error="NaN logits"))
     assert isinstance(end, Finished)
     assert (end.reason, end.error, end.usage) == (FinishReason.ERROR, "NaN logits", Usage(7, 0, 1))
-
-
-def test_a_stream_ends_with_its_answer() -> None:
-    async def run() -> list[ChatEvent]:
-        async def source() -> AsyncIterator[TokenEvent]:
-            yield TokenEvent("r", text="a", token_ids=(1,))
-            yield TokenEvent("r", finish_reason=FinishReason.LENGTH)
-            raise AssertionError("asked for more after the end")
-
-        return [event async for event in chat_events(source(), ChatEventMaker(3))]
-
-    assert [type(event) for event in asyncio.run(run())] == [Delta, Finished]
