@@ -219,17 +219,6 @@ def metadata_float_list(
     return [_as_float(f"{key}[{i}]", x, None, None, "a number") for i, x in enumerate(value)]
 
 
-def metadata_str_list(
-    metadata: Mapping[str, Any], key: str, default: list[str] | _Required = REQUIRED
-) -> list[str]:
-    """An array of strings; an error names the index."""
-    found, value = _as_list(metadata, key, default, "an array of strings")
-    if found and not set(map(type, value)) <= {str}:
-        index, wrong = next((i, x) for i, x in enumerate(value) if not isinstance(x, str))
-        raise _wrong(f"{key}[{index}]", wrong, "a string")
-    return list(value)
-
-
 def metadata_int_per_layer(
     metadata: Mapping[str, Any],
     key: str,

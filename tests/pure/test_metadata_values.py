@@ -16,7 +16,6 @@ from edgellm_models.metadata_values import (
     metadata_int_list,
     metadata_int_per_layer,
     metadata_str,
-    metadata_str_list,
 )
 
 GOOD: dict[str, Any] = {"i": 3, "f": 1.5, "s": "x", "b": True, "one": 1, "null": None}
@@ -28,7 +27,6 @@ def test_good_values_and_defaults() -> None:
     assert metadata_str(GOOD, "s") == "x"
     assert metadata_bool(GOOD, "b") is True and metadata_bool(GOOD, "one") is True
     assert metadata_int(GOOD, "absent", 7) == 7 and metadata_int(GOOD, "null", None) is None
-    assert metadata_str_list({"l": ["a"]}, "l") == ["a"] and metadata_str_list({}, "l", []) == []
     assert metadata_int_list({"l": [0, 5]}, "l", minimum=0, maximum=5) == [0, 5]
     assert metadata_float_list({"l": [0.5, 2]}, "l") == [0.5, 2.0]
 
@@ -50,8 +48,6 @@ def test_good_values_and_defaults() -> None:
         (metadata_bool, "true", "the string 'true'"),
         (metadata_str, 3, "the integer 3"),
         (metadata_str, "y" * 100, None),
-        (metadata_str_list, ["a", 3], "k[1]"),
-        (metadata_str_list, "a", "the string 'a'"),
         (metadata_int_list, [1, True], "k[1]"),
         (metadata_int_list, [1, 2.5], "k[1]"),
         (metadata_float_list, [1.0, math.nan], "k[1]"),
