@@ -11,6 +11,7 @@ import click
 
 from edgellm.cli.main import EdgeCommand
 from edgellm.cli.options import engine_options, json_option, option, sampling_options
+from edgellm.cli.piped_text import read_stdin
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from edgellm.contracts import SamplingParams
     from edgellm_models.catalog import ResolvedModel
 
-MAX_STDIN_BYTES = 64 << 20
 FALLBACK_SAMPLING: dict[str, float | int] = {"temperature": 0.7, "top_p": 0.95, "min_p": 0.05}
 """When neither the user nor the catalog nor the model says anything."""
 
@@ -134,20 +134,9 @@ def split_words(
 
 def with_piped_text(prompt: str | None) -> str | None:
     """Piped standard input, then the prompt, with an empty line between; either may be absent."""
-    from edgellm_models.errors import BadInputError
-
     if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
         return prompt
-    data = sys.stdin.buffer.read(MAX_STDIN_BYTES + 1)
-    if len(data) > MAX_STDIN_BYTES:
-        raise BadInputError(f"standard input is over {MAX_STDIN_BYTES:,} bytes; that is no prompt")
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise BadInputError(
-            f"standard input is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}"
-        ) from None
-    text = text.rstrip("\r\n")
+    text = read_stdin("utf-8-sig").rstrip("\r\n")
     if not text.strip():
         return prompt
     return f"{text}\n\n{prompt}" if prompt else text

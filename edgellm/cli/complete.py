@@ -9,13 +9,13 @@ import click
 
 from edgellm.cli.main import EdgeCommand
 from edgellm.cli.options import engine_options, json_option, option, sampling_options
+from edgellm.cli.piped_text import read_stdin, write_text
 
 if TYPE_CHECKING:
     from edgellm.cli.runtime import Runtime
     from edgellm.contracts import GenerationRequest, SamplingParams, TokenEvent, TokenLogprob
     from edgellm_models.errors import Notice
 
-MAX_STDIN_BYTES = 64 << 20
 DEFAULT_MAX_TOKENS = 256
 
 
@@ -74,7 +74,7 @@ def command(
         resolved.sampling_params(base), logit_bias=parse_biases(logit_biases), ignore_eos=ignore_eos
     )
     if prompt is None:
-        prompt = read_stdin()
+        prompt = read_stdin().removesuffix("\n").removesuffix("\r")
     output = current_output()
 
     def show(notice: Notice) -> None:
@@ -146,22 +146,6 @@ def names_a_model(word: str) -> bool:
         return False
 
 
-def read_stdin() -> str:
-    """The piped prompt, without its last line feed. BadInputError when it is not UTF-8 or too long."""
-    from edgellm_models.errors import BadInputError
-
-    data = sys.stdin.buffer.read(MAX_STDIN_BYTES + 1)
-    if len(data) > MAX_STDIN_BYTES:
-        raise BadInputError(f"standard input is over {MAX_STDIN_BYTES:,} bytes; that is no prompt")
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise BadInputError(
-            f"standard input is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}"
-        ) from None
-    return text.removesuffix("\n").removesuffix("\r")
-
-
 def parse_biases(texts: tuple[str, ...]) -> dict[int, float]:
     """``ID=BIAS`` options as a mapping. UsageError names the one that is neither."""
     from edgellm_models.errors import UsageError
@@ -222,22 +206,14 @@ class Completion:
         if event.finish_reason is not None:
             self.last = event
         if self._streams and event.text:
-            self._write(self._cleaner.push(event.text) if self._on_terminal else event.text)
+            write_text(sys.stdout, self._cleaner.push(event.text) if self._on_terminal else event.text)
 
     def end(self) -> None:
         """Ends the streamed text; on a terminal with the line."""
         if self._on_terminal:
-            self._write(self._cleaner.finish())
+            write_text(sys.stdout, self._cleaner.finish())
             if self.text and not "".join(self.text).endswith("\n"):
-                self._write("\n")
-
-    def _write(self, text: str) -> None:
-        try:
-            sys.stdout.write(text)
-        except UnicodeEncodeError:  # a locale without the character: an escape beats a traceback
-            encoding = sys.stdout.encoding or "ascii"
-            sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
-        sys.stdout.flush()
+                write_text(sys.stdout, "\n")
 
     @property
     def reached_limit(self) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgellm.cli.errors import INTERRUPTED
 from edgellm.cli.output import Output
+from edgellm.cli.piped_text import write_text
 from edgellm.cli.terminal_text import TerminalText
 from edgellm.contracts import (
     ChatBackend,
@@ -47,25 +48,14 @@ class AnswerText:
 
     def add(self, text: str) -> None:
         self._parts.append(text)
-        self._write(self._cleaner.push(text) if self._on_terminal else text)
+        write_text(sys.stdout, self._cleaner.push(text) if self._on_terminal else text)
 
     def end(self) -> None:
         """Ends the line, so that a prompt or the next program starts on its own."""
         if self._on_terminal:
-            self._write(self._cleaner.finish())
+            write_text(sys.stdout, self._cleaner.finish())
         if not self.text.endswith("\n"):
-            self._write("\n")
-
-    @staticmethod
-    def _write(text: str) -> None:
-        if not text:
-            return
-        try:
-            sys.stdout.write(text)
-        except UnicodeEncodeError:  # a locale without the character: an escape beats a traceback
-            encoding = sys.stdout.encoding or "ascii"
-            sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
-        sys.stdout.flush()
+            write_text(sys.stdout, "\n")
 
 
 class Answer:

@@ -9,6 +9,7 @@ import click
 from edgellm.cli.main import EdgeCommand
 from edgellm.cli.options import json_option, model_argument, option
 from edgellm.cli.output import current_output, is_terminal
+from edgellm.cli.piped_text import read_stdin
 from edgellm_models.errors import BadInputError, UsageError
 
 
@@ -54,11 +55,7 @@ def _given_text(text: str | None) -> str:
     if text is None:
         if sys.stdin is None or is_terminal(sys.stdin):
             raise UsageError("no TEXT: give it as an argument or through a pipe")
-        data = sys.stdin.buffer.read()
-        try:
-            return data.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise BadInputError(f"standard input is not UTF-8 at byte {error.start}") from None
+        return read_stdin()
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise BadInputError("TEXT is not valid UTF-8")
     return text
