@@ -2,10 +2,53 @@
 
 from __future__ import annotations
 
+import unicodedata
+from collections.abc import Callable
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from edgellm.cli.terminal_text import TerminalText, terminal_text
+from edgellm_tui.terminal_text import safe_text
+
+DIRECTIONS = [*"\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"]
+ALIKE = {
+    "": "",
+    "plain é 你好 😊 \u200d \u00a0 עברית نص\n\t": "plain é 你好 😊 \u200d \u00a0 עברית نص\n\t",
+    "a\r\nb": "a\nb",
+    "a\x1b[31mb\x07\x00\x7f": "a\u241b[31mb\u2407\u2400\u2421",
+    "\ufeffa\ud800\udfff": "\\ufeffa\ufffd\ufffd",
+    **{f"a{char}b": f"a\\u{ord(char):04x}b" for char in DIRECTIONS},
+}
+"""What the commands and the screen, which may not import each other, show for a text."""
+
+
+@pytest.mark.parametrize("shown", [terminal_text, safe_text], ids=["commands", "screen"])
+@pytest.mark.parametrize("text", ALIKE, ids=ascii)
+def test_commands_and_screen_show_the_same(shown: Callable[[str], str], text: str) -> None:
+    """A text that reads otherwise than it is (file names, code in an answer) is seen to do so."""
+    assert shown(text) == ALIKE[text]
+
+
+@pytest.mark.parametrize("shown", [terminal_text, safe_text], ids=["commands", "screen"])
+def test_no_character_that_moves_or_reorders_text_is_left(shown: Callable[[str], str]) -> None:
+    """Every character that Unicode calls a control, a surrogate or a formatting of direction."""
+    for code in range(0x110000):
+        char = chr(code)
+        reorders = unicodedata.bidirectional(char) in (
+            "LRE",
+            "RLE",
+            "LRO",
+            "RLO",
+            "PDF",
+            "LRI",
+            "RLI",
+            "FSI",
+            "PDI",
+        )
+        if char not in "\n\t" and (unicodedata.category(char) in ("Cc", "Cs") or reorders):
+            assert char not in shown(char)
 
 
 def is_safe(text: str) -> bool:

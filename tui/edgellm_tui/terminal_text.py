@@ -8,7 +8,7 @@ import unicodedata
 _CONTROL_PICTURES = {code: 0x2400 + code for code in range(0x20) if code not in (0x09, 0x0A)} | {0x7F: 0x2421}
 # Bidirectional overrides and isolates reorder what stands around them, so a text can read otherwise than it
 # is.
-_HIDDEN = (*range(0x80, 0xA0), 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0xFEFF)
+_HIDDEN = (*range(0x80, 0xA0), 0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0xFEFF)
 _SHOWN: dict[int, int | str] = {
     **_CONTROL_PICTURES,
     **{code: f"\\u{code:04x}" for code in _HIDDEN},
