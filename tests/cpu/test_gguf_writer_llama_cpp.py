@@ -64,6 +64,14 @@ def test_llama_cpp_continues_f32_files_like_transformers(case: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_llama_cpp_continues_f32_files_of_quantizable_models_like_transformers(
+    arch: str, tmp_path: Path
+) -> None:
+    """C13: the models that block types are tried on are right before they are quantized."""
+    _judge(make_tiny(arch, tmp_path / arch, quantizable=True), "f32", new_tokens=12)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 def test_half_precision_files_of_quantizable_models(arch: str, dtype: str, tmp_path: Path) -> None:
     """The weights are exact, since the folder has the same type; llama.cpp rounds activations to it."""

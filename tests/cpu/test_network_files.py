@@ -95,6 +95,16 @@ def test_gguf_files(tiny: Callable[..., Path], tmp_path: Path, arch: str, heads:
     assert relative_error(run_whole(decoder, ids), transformers_logits(oracle, ids)) < TOLERANCE
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_gguf_files_of_quantizable_models(tiny: Callable[..., Path], tmp_path: Path, arch: str) -> None:
+    """C13: the models that block types are tried on are right before they are quantized."""
+    folder = tiny(arch, quantizable=True)
+    decoder = build_decoder(open_checkpoint(tiny_gguf(folder, tmp_path / "model.gguf", "f32")))
+    ids = prompt(decoder)
+    expected = transformers_logits(transformers_model(folder), ids)
+    assert relative_error(run_whole(decoder, ids), expected) < TOLERANCE
+
+
 def test_gguf_greedy(tiny: Callable[..., Path], tmp_path: Path) -> None:
     """C13: fifty greedy tokens, where a wrong row order would show late."""
     folder = tiny("llama", num_attention_heads=8, num_key_value_heads=2)
