@@ -12,13 +12,19 @@ from typing import TextIO
 
 import click
 
-from edgellm_models.errors import EdgeLLMError
+from edgellm_models.errors import EdgeLLMError, OutputError
 
 INTERRUPTED = 130
 TERMINATED = 143
 BROKEN_PIPE = 141
 """As a shell reports a program that SIGPIPE ended."""
 
+_UNWRITABLE = {
+    errno.ENOSPC: "no space left on the device",
+    errno.EDQUOT: "no space left in the quota",
+    errno.EFBIG: "the file would grow over its limit",
+    errno.EBADF: "standard output is not open for writing",
+}
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
 
 
@@ -43,6 +49,9 @@ def report(error: BaseException) -> int:
     if isinstance(error, EdgeLLMError):
         _say(str(error))
         return error.exit_code
+    if isinstance(error, click.UsageError) and type(error).__name__ == "NoArgsIsHelpError":
+        _write(sys.stderr, error.format_message() + "\n")  # the help, as it is (Click 8.2 and later)
+        return error.exit_code
     if isinstance(error, click.UsageError):
         help_line = f" (try '{error.ctx.command_path} --help')" if error.ctx is not None else ""
         _say(error.format_message() + help_line)
@@ -50,9 +59,9 @@ def report(error: BaseException) -> int:
     if isinstance(error, click.ClickException):
         _say(error.format_message())
         return error.exit_code
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None:
-        _say("cannot write the output: no space left on the device")
-        return 73
+    if isinstance(error, OSError) and error.errno in _UNWRITABLE and error.filename is None:
+        _say(f"cannot write the output: {_UNWRITABLE[error.errno]}")
+        return OutputError.exit_code
     kind = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     _say(f"unexpected {kind[:500]}; {_keep_traceback(error)}")
     return 1
@@ -60,12 +69,24 @@ def report(error: BaseException) -> int:
 
 def silence_streams() -> None:
     """Points the standard streams at nothing, so that the interpreter's last flush does not complain."""
+    silence(sys.stdout)
+    silence(sys.stderr)
+
+
+def silence(stream: TextIO | None) -> None:
+    """Points one standard stream at nothing; what it still holds is lost."""
     devnull = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            os.dup2(devnull, stream.fileno())
-        except (OSError, ValueError, AttributeError):
-            continue
+    try:
+        os.dup2(devnull, stream.fileno())  # type: ignore[union-attr]
+    except (OSError, ValueError, AttributeError):
+        return
+    finally:
+        os.close(devnull)
+
+
+def tell(text: str) -> None:
+    """Text for people on standard error. One that cannot take it never stops a command."""
+    _write(sys.stderr, text)
 
 
 def _keep_traceback(error: BaseException) -> str:
@@ -94,6 +115,6 @@ def _write(stream: TextIO | None, text: str) -> None:
         stream.write(text)
         stream.flush()
     except UnicodeEncodeError:
-        stream.write(text.encode("ascii", "backslashreplace").decode("ascii"))
+        _write(stream, text.encode("ascii", "backslashreplace").decode("ascii"))
     except (OSError, ValueError):
-        return
+        silence(stream)  # else the interpreter's last flush fails, and with it the exit code

@@ -17,7 +17,8 @@ import click
 from edgellm.cli.errors import Terminated, report
 from edgellm.cli.options import EdgeOption
 from edgellm.cli.output import Output, current_output
-from edgellm_models.errors import UsageError
+from edgellm.cli.standard_streams import EscapeWatch, occupy_streams
+from edgellm_models.errors import OutputError, UsageError
 
 CONTEXT_SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
@@ -175,13 +176,13 @@ def cli(ctx: click.Context) -> None:
     current_output()
 
 
-def run(arguments: Sequence[str] | None = None) -> int:
+def run(arguments: Sequence[str] | None = None, *, output: Output | None = None) -> int:
     """Runs one command line and returns its exit code; never raises for what a user can cause."""
     if os.environ.get("_EDGELLM_COMPLETE"):
         return _complete()
     try:
         args = list(sys.argv[1:] if arguments is None else arguments)
-        with cli.make_context("edgellm", args, obj=Output()) as ctx:
+        with cli.make_context("edgellm", args, obj=output or Output()) as ctx:
             code = cli.invoke(ctx)
         sys.stdout.flush()
         return code if isinstance(code, int) and not isinstance(code, bool) else 0
@@ -195,7 +196,17 @@ def main() -> None:
     """The console script."""
     with contextlib.suppress(ValueError, OSError):  # not in the main thread, or no such signal
         signal.signal(signal.SIGTERM, _terminate)
-    code = run()
+    occupy_streams()
+    if sys.stdout is None:
+        sys.exit(report(OutputError("cannot write the output: standard output is closed")))
+    escapes = EscapeWatch()
+    output = Output()
+    code = run(output=output)
+    if escapes.encoding:
+        output.note(
+            f"note: standard output is {escapes.encoding}: characters that it lacks were written as escapes "
+            "(PYTHONUTF8=1 writes them)"
+        )
     try:
         sys.stdout.flush()
     except OSError as error:

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -14,8 +15,10 @@ from typing import Any
 
 import click
 
-from edgellm.cli.errors import one_line
+from edgellm.cli.errors import one_line, tell
 from edgellm_models.errors import Notice, PullProgress
+
+_UNSAFE = re.compile("[\x7f-\x9f\u2028\u2029]")
 
 
 class Output:
@@ -35,14 +38,14 @@ class Output:
     def json(self, value: Any) -> None:
         """One JSON object on one line; the only thing on standard output under ``--json``."""
         self.end_progress()
-        _write_line(sys.stdout, json.dumps(plain(value), ensure_ascii=False, allow_nan=False))
+        _write_line(sys.stdout, json_line(value))
 
     def note(self, text: str) -> None:
         """A line for people."""
         if self.quiet:
             return
         self.end_progress()
-        _write_line(sys.stderr, one_line(text))
+        tell(one_line(text) + "\n")
 
     def notice(self, notice: Notice) -> None:
         """Something that was done differently from what was asked."""
@@ -62,15 +65,13 @@ class Output:
         self._bar_time, self._bar_phase = now, progress.phase
         text = progress_line(progress)
         # Only carriage return and spaces: also right where no escape sequence is understood.
-        sys.stderr.write("\r" + text + " " * max(0, len(self._bar) - len(text)))
-        sys.stderr.flush()
+        tell("\r" + text + " " * max(0, len(self._bar) - len(text)))
         self._bar = text
 
     def end_progress(self) -> None:
         """Leaves the progress line, so that other text starts on a line of its own."""
         if self._bar:
-            sys.stderr.write("\n")
-            sys.stderr.flush()
+            tell("\n")
             self._bar = ""
 
 
@@ -107,6 +108,19 @@ def is_terminal(stream: Any) -> bool:
         return bool(stream.isatty())
     except (AttributeError, ValueError):
         return False
+
+
+def json_line(value: Any) -> str:
+    """A value as JSON on one line that is safe to show: DEL, C1 controls and line separators are escaped as
+    C0 controls are; where standard output cannot take other characters, these are too.
+    """
+    data = plain(value)
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        return json.dumps(data, allow_nan=False).replace("\x7f", "\\u007f")
+    return _UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def plain(value: Any) -> Any:

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from edgellm.cli.errors import INTERRUPTED
+from edgellm.cli.errors import INTERRUPTED, tell
 from edgellm.cli.output import Output
 from edgellm.cli.piped_text import write_text
 from edgellm.cli.terminal_text import TerminalText
@@ -320,8 +320,7 @@ def _reader() -> Callable[[], str]:
 
     def read() -> str:
         # The answers go to a file or program, the prompt to the person.
-        sys.stderr.write(LINE_PROMPT)
-        sys.stderr.flush()
+        tell(LINE_PROMPT)
         line = sys.stdin.readline()
         if not line:
             raise EOFError
@@ -331,5 +330,4 @@ def _reader() -> Callable[[], str]:
 
 
 def _end_line() -> None:
-    sys.stderr.write("\n")
-    sys.stderr.flush()
+    tell("\n")

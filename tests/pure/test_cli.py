@@ -325,12 +325,18 @@ def test_signals_end_a_command_quietly(tmp_path: Path, number: int, code: int) -
     assert (process.returncode, out, err) == (code, "", "")
 
 
-def test_a_locale_without_the_characters_gives_escapes(tmp_path: Path) -> None:
-    (tmp_path / ".edgellm.toml").write_text('stop = "é😊"', encoding="utf-8")
-    shown = run_edgellm(
-        "config", "show", "--json", folder=tmp_path, environ={"PYTHONIOENCODING": "ascii", "LANG": "C"}
-    )
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
+def test_a_locale_without_the_characters_gives_escapes(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / ".edgellm.toml").write_text('stop = "é😊\x9b"', encoding="utf-8")
+    environ = {"PYTHONIOENCODING": encoding, "LANG": "C"}
+    shown = run_edgellm("config", "show", "--json", folder=tmp_path, environ=environ)
+    assert shown.returncode == 0 and shown.stderr == ""
+    assert json.loads(shown.stdout)["settings"]["stop"] == ["é😊\x9b"]
+    environ["PYTHONIOENCODING"] = "ascii"
+    shown = run_edgellm("config", "show", folder=tmp_path, environ=environ)
     assert shown.returncode == 0 and "\\xe9\\U0001f60a" in shown.stdout
+    assert shown.stderr.count("written as escapes") == 1 and shown.stderr.count("\n") == 1
+    assert run_edgellm("config", "show", "-q", folder=tmp_path, environ=environ).stderr == ""
 
 
 def test_quiet_and_verbose_may_stand_before_and_behind() -> None:
