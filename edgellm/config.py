@@ -359,6 +359,10 @@ def _checked(setting: Setting, value: Any, place: str, kind: type[EdgeLLMError])
                 raise kind(f"{place} is not in this version")
             raise kind(f"{place} {text} is not in this version; choose from {', '.join(setting.choices)}")
         raise kind(f"{place} must be {_rule(setting)}, not {value!r}")
+    if setting.kind in ("text", "texts") and (
+        value == "" or (isinstance(value, list | tuple) and "" in value)
+    ):
+        raise kind(f"{place} must not be empty")
     ok: bool
     if setting.kind == "integer":
         ok = isinstance(value, int) and not isinstance(value, bool)

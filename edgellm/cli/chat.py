@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgellm.cli.main import EdgeCommand
-from edgellm.cli.options import engine_options, json_option, option, sampling_options
+from edgellm.cli.options import (
+    check_text,
+    engine_options,
+    json_option,
+    option,
+    planned_options,
+    sampling_options,
+)
 from edgellm.cli.piped_text import read_stdin
 
 if TYPE_CHECKING:
@@ -48,6 +55,7 @@ SCREEN_TERMINALS = (
 @engine_options
 @sampling_options
 @json_option
+@planned_options("--schema FILE", "--grammar FILE", "--url URL", "--continue", "--no-save")
 def command(
     words: tuple[str, ...],
     prompt: str | None,
@@ -70,6 +78,8 @@ def command(
     from edgellm_models.errors import UsageError
 
     ctx = click.get_current_context()  # not a parameter: --ctx has that name
+    for name, text in (("PROMPT", " ".join(words)), ("--prompt", prompt), ("--system", system)):
+        check_text(name, text or "")
     from_environment = ctx.get_parameter_source("prompt") is click.core.ParameterSource.ENVIRONMENT
     model, prompt = split_words(
         words, prompt, model_named=settings.get("model") is not None, soft=from_environment

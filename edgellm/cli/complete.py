@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from edgellm.cli.main import EdgeCommand
-from edgellm.cli.options import engine_options, json_option, option, sampling_options
+from edgellm.cli.options import (
+    check_text,
+    engine_options,
+    json_option,
+    option,
+    planned_options,
+    sampling_options,
+)
 from edgellm.cli.piped_text import read_stdin, write_text
 
 if TYPE_CHECKING:
@@ -17,6 +25,8 @@ if TYPE_CHECKING:
     from edgellm_models.errors import Notice
 
 DEFAULT_MAX_TOKENS = 256
+MAX_LOGPROBS = 20
+"""What the engine serves at most."""
 
 
 @click.command(
@@ -39,11 +49,16 @@ DEFAULT_MAX_TOKENS = 256
     help="Add BIAS to the logits of a token.",
 )
 @option(
-    "--logprobs", metavar="N", type=int, default=None, help="Report N alternatives per token, with --json."
+    "--logprobs",
+    metavar="N",
+    type=click.IntRange(0, MAX_LOGPROBS),
+    default=None,
+    help=f"Report N alternatives per token (0 to {MAX_LOGPROBS}), with --json.",
 )
 @option("--ignore-eos", is_flag=True, help="Go on behind the model's end tokens.")
 @option("--no-special", is_flag=True, help="Take control strings in the prompt as text and add no BOS.")
 @json_option
+@planned_options("--schema FILE", "--grammar FILE", "--beams N", "--input FILE", "--output FILE")
 def command(
     words: tuple[str, ...],
     logit_biases: tuple[str, ...],
@@ -65,9 +80,13 @@ def command(
     from edgellm.cli.output import current_output
     from edgellm.config import FLAG
     from edgellm.contracts import SamplingParams
-    from edgellm_models.errors import Notice
+    from edgellm_models.errors import Notice, UsageError
 
     model, prompt = split_words(words, model_named=settings.get("model") is not None)
+    if prompt is not None:
+        check_text("PROMPT", prompt)
+    if logprobs is not None and not as_json:
+        raise UsageError("--logprobs needs --json, which is where they are reported")
     resolved = resolve_settings(settings, model=model)
     base = SamplingParams(temperature=0.0, max_new_tokens=DEFAULT_MAX_TOKENS)
     sampling = replace(
@@ -92,12 +111,19 @@ def command(
         request = make_request(runtime, prompt, sampling, logprobs, no_special)
         result = Completion(as_json)
         result.first_notices = first
+        if biases := [token_id for token_id in sampling.logit_bias if token_id >= runtime.vocab_size]:
+            raise UsageError(
+                f"--logit-bias names token {max(biases)}, but the vocabulary has {runtime.vocab_size} tokens"
+            )
         run(runtime, request, result)
-        if result.reached_limit and resolved.max_tokens is None:
-            detail = f"the answer was cut at {DEFAULT_MAX_TOKENS} tokens; --max-tokens N allows more"
+        if result.reached_limit and resolved.max_tokens is None:  # who set a limit knows it
+            detail = f"the answer was cut at {sampling.max_new_tokens} tokens; --max-tokens N allows more"
             result.notices.append(Notice("max_tokens", detail))
         for notice in result.notices:
             show(notice)
+        if sampling.seed is None and sampling.temperature > 0 and result.token_ids and not as_json:
+            assert result.last is not None
+            output.note(f"note: seed {result.last.seed}")
         if as_json:
             output.json(json_result(runtime, request, result))
         return result.exit_code()
@@ -154,11 +180,12 @@ def parse_biases(texts: tuple[str, ...]) -> dict[int, float]:
     for text in texts:
         token_id, separator, bias = text.partition("=")
         try:
-            if not separator:
+            if not separator or int(token_id) < 0 or not math.isfinite(float(bias)):
                 raise ValueError
             biases[int(token_id)] = float(bias)
         except ValueError:
-            raise UsageError(f"--logit-bias must be ID=BIAS, such as 42=-100, not {text!r}") from None
+            rule = "ID=BIAS, a token id and a finite number such as 42=-100"
+            raise UsageError(f"--logit-bias must be {rule}, not {text[:80]!r}") from None
     return biases
 
 
@@ -220,7 +247,11 @@ class Completion:
         """The token limit cut the answer, and not the context, which has a notice of its own."""
         from edgellm.contracts import FinishReason
 
-        return self.last is not None and self.last.finish_reason is FinishReason.LENGTH and not self.notices
+        return (
+            self.last is not None
+            and self.last.finish_reason is FinishReason.LENGTH
+            and all(notice.kind != "context_full" for notice in self.notices)
+        )
 
     def exit_code(self) -> int:
         from edgellm.cli.errors import INTERRUPTED

@@ -12,7 +12,7 @@ import click
 from edgellm.cli.output import current_output
 from edgellm.config import BY_NAME, EngineConfig, ResolvedConfig, Setting, parse_text, resolve
 from edgellm.switches import variable_of
-from edgellm_models.errors import ConfigError, UsageError
+from edgellm_models.errors import BadInputError, ConfigError, UsageError
 
 ENGINE_SETTINGS = (
     "model",
@@ -144,6 +144,44 @@ def json_option(function: Any) -> Any:
     return option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")(function)
 
 
+def planned_options(*declarations: str) -> Callable[[Any], Any]:
+    """Options of the published interface that only say that they are not in this version; not in the help.
+
+    A declaration is ``--name`` for a flag, ``--name VALUE`` for one with a value.
+    """
+
+    def refuse(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+        if value in (None, False):
+            return
+        if ctx.get_parameter_source(param.name or "") is click.core.ParameterSource.ENVIRONMENT:
+            raise ConfigError(f"{param.envvar} is not in this version")
+        raise UsageError(f"{param.opts[0]} is not in this version")
+
+    def decorate(function: Any) -> Any:
+        for declaration in declarations:
+            name, _, metavar = declaration.partition(" ")
+            function = option(
+                name,
+                "planned_" + name.lstrip("-").replace("-", "_"),
+                is_flag=not metavar,
+                metavar=metavar or None,
+                default=None,
+                hidden=True,
+                expose_value=False,
+                callback=refuse,
+                help="Not in this version.",
+            )(function)
+        return function
+
+    return decorate
+
+
+def check_text(name: str, text: str) -> None:
+    """BadInputError when a text of the command line was not UTF-8 (its bytes are then lone surrogates)."""
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise BadInputError(f"{name} is not valid UTF-8")
+
+
 def model_argument(*, required: bool = False) -> Callable[[Any], Any]:
     """The MODEL argument, as the parameter ``model_name``; without one the setting ``model`` decides."""
     return click.argument(
@@ -161,6 +199,8 @@ def resolve_settings(settings: Mapping[str, Any], *, model: str | None = None) -
     """
     known = {f.name for f in fields(EngineConfig)}
     values = {name: value for name, value in settings.items() if name in known and value not in (None, ())}
+    for text in values.get("stop") or ():
+        check_text("--stop", text)
     if model is not None:
         if values.get("model") not in (None, model):
             raise UsageError(f"two models were named: {model} and -m {values['model']}; name one")

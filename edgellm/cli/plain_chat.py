@@ -165,8 +165,8 @@ async def print_answer(
         raise EngineError("the answer ended without an end event")
     if as_json:
         output.json(final_object("".join(collected), finished, notices, load or {}))
-    elif finished.reason is FinishReason.LENGTH:
-        output.note("note: the answer was cut: no room for more tokens (--max-tokens, --ctx)")
+    else:
+        _note_end(finished, sampling, notices, output)
     if finished.reason is FinishReason.ERROR:
         raise EngineError(f"the answer broke off: {finished.error}")
     return INTERRUPTED if answer.interrupted else 0
@@ -286,11 +286,13 @@ async def _exchange(
 ) -> str:
     """Prints one answer and returns its text; a failure is a line, not the end of the conversation."""
     shown = AnswerText()
+    notices: list[Notice] = []
 
     def on_event(event: ChatEvent) -> None:
         if isinstance(event, Delta):
             shown.add(event.text)
         elif isinstance(event, NoticeEvent):
+            notices.append(event.notice)
             output.notice(event.notice)
 
     answer = Answer(on_event)
@@ -307,9 +309,23 @@ async def _exchange(
         output.note(f"edgellm: {error}")
     elif answer.interrupted:
         output.note("stopped")
-    elif answer.finished is not None and answer.finished.reason is FinishReason.LENGTH:
-        output.note("note: the answer was cut: no room for more tokens")
+    if answer.finished is not None:
+        _note_end(answer.finished, sampling, notices, output)
     return shown.text
+
+
+def _note_end(
+    finished: Finished, sampling: SamplingParams, notices: Sequence[Notice], output: Output
+) -> None:
+    """What cut the answer, unless a notice said it already, and the seed that was drawn for it."""
+    limit = sampling.max_new_tokens
+    if finished.reason is FinishReason.LENGTH and all(notice.kind != "context_full" for notice in notices):
+        if limit is not None and finished.usage.completion_tokens >= limit:
+            output.note(f"note: the answer was cut at {limit} tokens; --max-tokens N allows more")
+        else:
+            output.note("note: the answer was cut: the context is full; --ctx N allows more")
+    if sampling.seed is None and sampling.temperature > 0 and finished.usage.completion_tokens:
+        output.note(f"note: seed {finished.seed}")
 
 
 def _reader() -> Callable[[], str]:

@@ -53,6 +53,7 @@ class Runtime:
     notices: tuple[Notice, ...]
     load_templates: Callable[[], ChatTemplates | None]
     """Reads the model's chat templates; a raw completion never does, so a broken one cannot stop it."""
+    vocab_size: int = 0
     _service: AsyncEngine | None = field(default=None, repr=False)
 
     @property
@@ -144,7 +145,9 @@ def load_runtime(
     sampling_defaults = load_sampling_defaults(path, checkpoint.file_format, checkpoint.metadata)
     times = LoadTimes(imported - begin, time.monotonic() - imported)
     load_templates = partial(load_chat_templates, path, checkpoint.file_format, checkpoint.metadata)
-    return Runtime(info, tokenizer, sampling_defaults, core, times, tuple(notices), load_templates)
+    return Runtime(
+        info, tokenizer, sampling_defaults, core, times, tuple(notices), load_templates, spec.vocab_size
+    )
 
 
 def default_model_notice(name: str) -> Notice:

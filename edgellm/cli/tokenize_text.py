@@ -7,10 +7,10 @@ import sys
 import click
 
 from edgellm.cli.main import EdgeCommand
-from edgellm.cli.options import json_option, model_argument, option
+from edgellm.cli.options import check_text, json_option, model_argument, option
 from edgellm.cli.output import current_output, is_terminal
 from edgellm.cli.piped_text import read_stdin
-from edgellm_models.errors import BadInputError, UsageError
+from edgellm_models.errors import UsageError
 
 
 @click.command(
@@ -56,6 +56,5 @@ def _given_text(text: str | None) -> str:
         if sys.stdin is None or is_terminal(sys.stdin):
             raise UsageError("no TEXT: give it as an argument or through a pipe")
         return read_stdin()
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise BadInputError("TEXT is not valid UTF-8")
+    check_text("TEXT", text)
     return text

@@ -129,6 +129,18 @@ def test_sampling_comes_from_the_catalog_then_the_model_then_the_fallback(tmp_pa
         (("Hi", "--temp", "-1"), 2, ("--temp",)),
         (("Hi", "--top-p", "7"), 2, ("--top-p",)),
         (("Hi", "--nonsense"), 2, ("--nonsense",)),
+        (("Hi", "--schema", "x"), 2, ("--schema is not in this version",)),
+        (("Hi", "--grammar", "x"), 2, ("--grammar is not in this version",)),
+        (("Hi", "--url", "x"), 2, ("--url is not in this version",)),
+        (("--continue",), 2, ("--continue is not in this version",)),
+        (("--no-save", "Hi"), 2, ("--no-save is not in this version",)),
+        (("Hi", "--gpu-layers", "3"), 2, ("--gpu-layers 3 is not in this version",)),
+        (("Hi", "-m", ""), 2, ("--model must not be empty",)),
+        (("Hi", "--stop", ""), 2, ("--stop must not be empty",)),
+        (("caf\udce9",), 65, ("PROMPT is not valid UTF-8",)),
+        (("-p", "\udce9"), 65, ("--prompt is not valid UTF-8",)),
+        (("Hi", "--system", "\udce9"), 65, ("--system is not valid UTF-8",)),
+        (("Hi", "--stop", "\udce9"), 65, ("--stop is not valid UTF-8",)),
     ],
 )
 def test_mistakes_are_one_line(arguments: tuple[str, ...], code: int, words: tuple[str, ...]) -> None:
@@ -166,7 +178,40 @@ def test_notices_and_a_cut_answer_are_said_on_standard_error() -> None:
     done = chat("Hi", FAKE_SCRIPTS=json.dumps([script]))
     assert done.stdout == b"cut\n"
     assert b"dropped 6 turns" in done.stderr
-    assert b"cut: no room" in done.stderr
+    assert b"cut: the context is full" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "notices", "words"),
+    [
+        (("--max-tokens", "1"), [], b"cut at 1 tokens; --max-tokens"),
+        (("--max-tokens", "50"), [], b"cut: the context is full; --ctx"),
+        ((), [], b"cut: the context is full; --ctx"),
+        (
+            ("--max-tokens", "50"),
+            [["context_full", "the context of 9 tokens is full"]],
+            b"context of 9 tokens",
+        ),
+    ],
+)
+def test_one_note_names_what_cut_the_answer(options: Any, notices: Any, words: bytes) -> None:
+    script = {"pieces": ["cut"], "notices": notices, "reason": "length"}
+    err = chat("Hi", *options, FAKE_SCRIPTS=json.dumps([script])).stderr
+    assert words in err
+    assert err.count(b"cut") + err.count(b"is full") - err.count(b"cut: the context is full") == 1
+
+
+def test_a_drawn_seed_is_said() -> None:
+    assert b"note: seed 1234\n" in chat("Hi", "--temp", "0.5").stderr
+    for options in (("--temp", "0"), ("--temp", "0.5", "--seed", "5"), ("--temp", "0.5", "--json")):
+        assert b"note: seed" not in chat("Hi", *options).stderr
+    assert chat("Hi", "-q", "--temp", "0.5").stderr == b""
+
+
+def test_options_of_later_versions_are_not_in_the_help() -> None:
+    shown = chat("--help").stdout
+    for option in (b"--schema", b"--url", b"--continue", b"--no-save", b"--draft"):
+        assert option not in shown
 
 
 def test_json_is_lines_of_events_and_the_last_has_everything() -> None:

@@ -228,8 +228,23 @@ def test_a_context_above_the_trained_one_is_clamped_and_said(complete: Any, mode
     ("options", "code", "words"),
     [
         (["--top-p", "2"], 2, "top-p"),
-        (["--logit-bias", "99999=1"], 65, "99999"),
-        (["--logprobs", "50"], 65, "50"),
+        (["--logit-bias", "99999=1"], 2, "--logit-bias names token 99999"),
+        (["--logit-bias", "5=nan"], 2, "--logit-bias"),
+        (["--logit-bias", "5=-inf"], 2, "--logit-bias"),
+        (["--logit-bias", "-5=1"], 2, "--logit-bias"),
+        (["--logprobs", "50", "--json"], 2, "--logprobs"),
+        (["--logprobs", "-1", "--json"], 2, "--logprobs"),
+        (["--logprobs", "2"], 2, "--logprobs needs --json"),
+        (["--stop", ""], 2, "--stop must not be empty"),
+        (["--stop", "a", "--stop", ""], 2, "--stop must not be empty"),
+        (["--temp", "nan"], 2, "--temp"),
+        (["--seed", "-1"], 2, "--seed"),
+        (["--max-tokens", "-1"], 2, "--max-tokens"),
+        (["--stop", "\udcff"], 65, "--stop is not valid UTF-8"),
+        *(
+            ([option, "x"], 2, f"{option} is not in this version")
+            for option in ("--schema", "--grammar", "--beams", "--input", "--output", "--draft")
+        ),
         (["--temp", "warm"], 2, "temp"),
         (["--kv-dtype", "int4"], 2, "int4"),
     ],
@@ -239,6 +254,25 @@ def test_a_bad_option_is_one_line(
 ) -> None:
     result = complete(model, "x", "-q", *options)
     assert (result.code, result.out, result.err.count("\n")) == (code, "", 1) and words in result.err
+
+
+def test_an_empty_model_and_a_prompt_that_is_no_text_are_refused(complete: Any, model: Path) -> None:
+    for words in (("x", "-m", ""), ("", "x")):
+        result = complete(*words)
+        assert result.code == 2 and "--model must not be empty" in result.err and result.err.count("\n") == 1
+    result = complete(model, "caf\udce9")
+    assert (result.code, result.out) == (65, "") and "PROMPT is not valid UTF-8" in result.err
+
+
+def test_a_drawn_seed_is_said_and_gives_the_same_text_again(complete: Any, endless: Path) -> None:
+    asked = ("--temp", "5", "--max-tokens", "12")
+    drawn = complete(endless, "x", *asked)
+    seed = drawn.err.partition("note: seed ")[2].split()[0]
+    again = complete(endless, "x", *asked, "--seed", seed)
+    assert again.out == drawn.out and "note: seed" not in again.err
+    assert complete(endless, "x", "-q", *asked).err == ""
+    assert "note: seed" not in complete(endless, "x", "--temp", "0", "--max-tokens", "3").err
+    assert "note: seed" not in complete(endless, "x", "--json", *asked).err
 
 
 def test_an_engine_fault_is_exit_70_with_the_text_so_far(
