@@ -39,8 +39,10 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "edgellm_models": (set(), set()),
     "edgellm_models.errors": (set(), set()),
     "edgellm_models.metadata_values": ({"edgellm_models.errors"}, set()),
+    "edgellm_models.architectures": ({"edgellm_models.errors", "edgellm_models.metadata_values"}, set()),
     "edgellm_models.checkpoint": (
         {
+            "edgellm_models.architectures",
             "edgellm_models.errors",
             "edgellm_models.metadata_values",
             "edgellm_kernels.weights",
@@ -51,6 +53,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     ),
     "edgellm_models.network": (
         {
+            "edgellm_models.architectures",
             "edgellm_models.errors",
             "edgellm_models.metadata_values",
             "edgellm_kernels.ops",
@@ -61,6 +64,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     ),
     "edgellm_models.network.build": (
         {
+            "edgellm_models.architectures",
             "edgellm_models.errors",
             "edgellm_models.metadata_values",
             "edgellm_models.checkpoint",

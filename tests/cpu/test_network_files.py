@@ -249,6 +249,18 @@ def test_unknown_tensors_are_a_notice(tiny: Callable[..., Path]) -> None:
     assert "1 tensors" in notice.detail and "blk.0.magic.weight" in notice.detail
 
 
+def test_a_class_name_stands_in_for_model_type(tmp_path: Path) -> None:
+    """Not only the reader accepts such a folder: it runs, as the one that names its type."""
+    folder = make_tiny("qwen2", tmp_path / "m")
+    named = build_decoder(open_checkpoint(folder))
+    config = json.loads((folder / "config.json").read_text())
+    del config["model_type"]
+    (folder / "config.json").write_text(json.dumps(config))
+    decoder = build_decoder(open_checkpoint(folder))
+    ids = prompt(decoder, 12)
+    assert torch.equal(run_whole(decoder, ids), run_whole(named, ids))
+
+
 def test_factor_tables(tiny: Callable[..., Path], tmp_path: Path) -> None:
     """D07: Llama 3 and longrope scaling from a GGUF's tensors, against transformers on the folder."""
     rope = {

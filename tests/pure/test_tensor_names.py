@@ -6,7 +6,7 @@ import gguf
 import pytest
 
 from edgellm_kernels.ggml_types import GGML_TYPES
-from edgellm_models.checkpoint.architectures import SUPPORTED
+from edgellm_models.architectures import FAMILIES, GGUF_ARCHITECTURES
 from edgellm_models.checkpoint.tensor_names import (
     canonical_name,
     hf_name,
@@ -16,7 +16,7 @@ from edgellm_models.checkpoint.tensor_names import (
 )
 
 
-@pytest.mark.parametrize("architecture", SUPPORTED)
+@pytest.mark.parametrize("architecture", FAMILIES)
 def test_every_required_tensor_survives_both_directions(architecture: str) -> None:
     for name in (*required_tensors(architecture, 3), "output.weight"):
         theirs = hf_name(architecture, name)
@@ -24,7 +24,7 @@ def test_every_required_tensor_survives_both_directions(architecture: str) -> No
         assert is_canonical(architecture, name)
 
 
-@pytest.mark.parametrize("architecture", [name for name in SUPPORTED if name != "mistral"])
+@pytest.mark.parametrize("architecture", GGUF_ARCHITECTURES)
 def test_names_are_those_of_gguf(architecture: str) -> None:
     """gguf's own map from Hugging Face names gives the same canonical names (gguf knows mistral as llama)."""
     arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)

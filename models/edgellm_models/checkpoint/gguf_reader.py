@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgellm_kernels.ggml_types import GGML_TYPES_BY_NAME, TypeRole, supported_type_names
-from edgellm_models.checkpoint.architectures import gguf_architecture
+from edgellm_models.architectures import gguf_architecture
 from edgellm_models.checkpoint.ggml_conversion import convert_to_q8_0, held_bytes
 from edgellm_models.checkpoint.gguf_header import TensorDeclaration
 from edgellm_models.checkpoint.gguf_shards import Shard, open_shards

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgellm_models.checkpoint.architectures import hf_architecture
+from edgellm_models.architectures import hf_architecture
 from edgellm_models.checkpoint.f8_weights import F8_DTYPES, SCALE_SUFFIXES, dequantize_f8, scale_block
 from edgellm_models.checkpoint.json_files import read_json_object
 from edgellm_models.checkpoint.mapped_file import MappedFile

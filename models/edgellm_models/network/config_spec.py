@@ -6,22 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from edgellm_models.architectures import hf_architecture
 from edgellm_models.errors import BadInputError
 from edgellm_models.metadata_values import metadata_bool, metadata_float, metadata_int, metadata_str
 from edgellm_models.network import spec_checks as limits
 from edgellm_models.network.config_rope import FULL, SLIDING, read_ropes
 from edgellm_models.network.spec import LayerSpec, ModelSpec, TensorShape
-
-_FAMILIES = {
-    "llama": "llama",
-    "mistral": "mistral",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "gemma2": "gemma2",
-    "gemma3": "gemma3",
-    "gemma3_text": "gemma3",
-    "phi3": "phi3",
-}
 
 
 @dataclass(frozen=True)
@@ -92,20 +82,9 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return inherited | dict(nested)
 
 
-def config_family(config: Mapping[str, Any]) -> str:
-    """The canonical family of a config. BadInputError lists what is supported."""
-    model_type = metadata_str(text_config(config), "model_type")
-    if model_type not in _FAMILIES:
-        raise BadInputError(
-            f"config.json: model_type {model_type!r} is not supported; supported are "
-            + ", ".join(limits.SUPPORTED)
-        )
-    return _FAMILIES[model_type]
-
-
 def read_config_spec(config: Mapping[str, Any], tensors: Mapping[str, TensorShape]) -> ModelSpec:
     """See ``read_spec``."""
-    family = config_family(config)
+    family = hf_architecture(config, "config.json")
     config = text_config(config)
     defaults = _DEFAULTS[family]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from edgellm_models.architectures import gguf_architecture
 from edgellm_models.errors import BadInputError
 from edgellm_models.metadata_values import (
     REQUIRED,
@@ -17,7 +18,6 @@ from edgellm_models.metadata_values import (
 from edgellm_models.network import spec_checks as limits
 from edgellm_models.network.spec import LayerSpec, ModelSpec, RopeSpec, TensorShape
 
-_ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
 _SWA_PERIOD = {"gemma2": 2, "gemma3": 6}
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 
@@ -60,12 +60,7 @@ class _Keys:
 
 def read_gguf_spec(metadata: Mapping[str, Any], tensors: Mapping[str, TensorShape]) -> ModelSpec:
     """See ``read_spec``."""
-    architecture = metadata_str(metadata, "general.architecture")
-    if architecture not in _ARCHITECTURES:
-        raise BadInputError(
-            f"general.architecture {architecture!r} is not supported; supported are "
-            + ", ".join(_ARCHITECTURES)
-        )
+    architecture = gguf_architecture(metadata, "the file")
     keys = _Keys(metadata, architecture)
     num_layers = keys.integer("block_count", 1 << 31)
     limits.check_layers_exist(num_layers, keys.name("block_count"), tensors)

@@ -18,8 +18,6 @@ MAX_FACTOR = 1e6
 MIN_FACTOR = 1e-6
 MAX_ROPE_BASE = 1e18
 
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
-
 
 def check_layers_exist(num_layers: int, key: str, tensors: Mapping[str, TensorShape]) -> None:
     """A layer count that the file's tensors do not reach is found before anything of that size is made."""

@@ -1,4 +1,4 @@
-"""Which model families are read, and how the two file forms name them."""
+"""Which model families are read, and how the two file forms name them: the one place that says so."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from typing import Any
 from edgellm_models.errors import BadInputError
 from edgellm_models.metadata_values import metadata_int, metadata_str
 
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
 """Canonical families."""
+
+GGUF_ARCHITECTURES = tuple(name for name in FAMILIES if name != "mistral")
+"""Values of general.architecture; a GGUF file of a Mistral model says llama."""
 
 _GGUF_KINDS = {
     "mmproj": "a vision projector that belongs to another model file",
@@ -19,11 +22,11 @@ _GGUF_KINDS = {
 """general.type values of files that are no language model."""
 _GGUF_VISION = ("clip", "mmproj", "siglip")
 
-_HF_MODEL_TYPES = {name: name for name in SUPPORTED} | {"gemma3_text": "gemma3"}
+_HF_MODEL_TYPES = {name: name for name in FAMILIES} | {"gemma3_text": "gemma3"}
 
 
 def _supported_list() -> str:
-    return ", ".join(SUPPORTED) + " (SmolLM2 and, in GGUF files, Mistral are of the architecture llama)"
+    return ", ".join(FAMILIES) + " (SmolLM2 and, in GGUF files, Mistral are of the architecture llama)"
 
 
 def gguf_architecture(metadata: Mapping[str, Any], label: str) -> str:
@@ -41,7 +44,7 @@ def gguf_architecture(metadata: Mapping[str, Any], label: str) -> str:
         )
     if isinstance(kind, str) and kind in _GGUF_KINDS:
         raise BadInputError(f"{label}: this is {_GGUF_KINDS[kind]} (general.type {kind})")
-    if found not in SUPPORTED or found == "mistral":  # a GGUF of a Mistral model says llama
+    if found not in GGUF_ARCHITECTURES:
         raise BadInputError(
             f"{label}: the architecture {found[:60]!r} is not supported; supported: {_supported_list()}"
         )
@@ -71,7 +74,7 @@ def hf_architecture(config: Mapping[str, Any], label: str) -> str:
         named = (
             f"the architecture {model_type[:80]!r} is not supported"
             if model_type
-            else "it names no architecture"
+            else "it names no architecture (model_type)"
         )
         raise BadInputError(f"{label}: {named}; supported: {_supported_list()}")
     return family
