@@ -80,6 +80,7 @@ def command(
     from edgellm.cli.output import current_output
     from edgellm.config import FLAG
     from edgellm.contracts import SamplingParams
+    from edgellm.log import log_answer, log_notice
     from edgellm_models.errors import Notice, UsageError
 
     model, prompt = split_words(words, model_named=settings.get("model") is not None)
@@ -121,6 +122,14 @@ def command(
             result.notices.append(Notice("max_tokens", detail))
         for notice in result.notices:
             show(notice)
+            log_notice(notice)
+        if (
+            result.last is not None
+            and result.last.finish_reason
+            and result.last.usage
+            and result.last.timings
+        ):
+            log_answer(found.name, result.last.finish_reason, result.last.usage, result.last.timings)
         if sampling.seed is None and sampling.temperature > 0 and result.token_ids and not as_json:
             assert result.last is not None
             output.note(f"note: seed {result.last.seed}")

@@ -12,7 +12,8 @@ from typing import TextIO
 
 import click
 
-from edgellm_models.errors import EdgeLLMError, OutputError
+from edgellm.log import ERROR
+from edgellm_models.errors import EdgeLLMError, OutputError, UsageError
 
 INTERRUPTED = 130
 TERMINATED = 143
@@ -48,6 +49,8 @@ def report(error: BaseException) -> int:
         return BROKEN_PIPE
     if isinstance(error, EdgeLLMError):
         _say(str(error))
+        if not isinstance(error, UsageError):  # a slip on the command line is not worth a line in the log
+            ERROR.error("exit %d: %s", error.exit_code, error)
         return error.exit_code
     if isinstance(error, click.UsageError) and type(error).__name__ == "NoArgsIsHelpError":
         _write(sys.stderr, error.format_message() + "\n")  # the help, as it is (Click 8.2 and later)
@@ -63,6 +66,7 @@ def report(error: BaseException) -> int:
         _say(f"cannot write the output: {_UNWRITABLE[error.errno]}")
         return OutputError.exit_code
     kind = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    ERROR.error("exit 1: unexpected %s", kind)
     _say(f"unexpected {kind[:500]}; {_keep_traceback(error)}")
     return 1
 

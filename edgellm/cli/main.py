@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import logging
 import os
 import signal
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 
 import click
 
-from edgellm.cli.errors import Terminated, report
+from edgellm.cli.errors import Terminated, report, tell
 from edgellm.cli.options import EdgeOption
 from edgellm.cli.output import Output, current_output
 from edgellm.cli.standard_streams import EscapeWatch, occupy_streams
@@ -154,11 +153,9 @@ def _set_quiet(ctx: click.Context, param: click.Parameter, value: bool) -> None:
 
 def _set_verbose(ctx: click.Context, param: click.Parameter, value: int) -> None:
     if value:
-        logging.basicConfig(
-            level=logging.DEBUG if value > 1 else logging.INFO,
-            stream=sys.stderr,
-            format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        )
+        from edgellm.log import show_log
+
+        show_log(tell, everything=value > 1)
 
 
 @click.group(cls=LazyGroup, name="edgellm", context_settings=CONTEXT_SETTINGS, params=talk_options())
@@ -180,16 +177,19 @@ def run(arguments: Sequence[str] | None = None, *, output: Output | None = None)
     """Runs one command line and returns its exit code; never raises for what a user can cause."""
     if os.environ.get("_EDGELLM_COMPLETE"):
         return _complete()
-    try:
-        args = list(sys.argv[1:] if arguments is None else arguments)
-        with cli.make_context("edgellm", args, obj=output or Output()) as ctx:
-            code = cli.invoke(ctx)
-        sys.stdout.flush()
-        return code if isinstance(code, int) and not isinstance(code, bool) else 0
-    except click.exceptions.Exit as done:
-        return done.exit_code
-    except (Exception, KeyboardInterrupt, Terminated) as error:
-        return report(error)
+    from edgellm.log import log_to_file
+
+    with log_to_file():
+        try:
+            args = list(sys.argv[1:] if arguments is None else arguments)
+            with cli.make_context("edgellm", args, obj=output or Output()) as ctx:
+                code = cli.invoke(ctx)
+            sys.stdout.flush()
+            return code if isinstance(code, int) and not isinstance(code, bool) else 0
+        except click.exceptions.Exit as done:
+            return done.exit_code
+        except (Exception, KeyboardInterrupt, Terminated) as error:
+            return report(error)
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from edgellm.cli.output import Output
 
 if TYPE_CHECKING:
     from edgellm_models.catalog import Entry, ResolvedModel
+    from edgellm_models.errors import Notice
 
 
 def local_model(argument: str, output: Output) -> tuple[ResolvedModel, Path]:
@@ -26,17 +27,23 @@ def local_model(argument: str, output: Output) -> tuple[ResolvedModel, Path]:
 def fetch(entry: Entry, output: Output) -> Path:
     """Pulls one model with progress and returns the path to open."""
     from edgellm.locations import Locations
+    from edgellm.log import log_notice
     from edgellm_models.catalog import pull_model
 
     locations = Locations.from_environment()
     locations.ensure(locations.models)
     output.note(announcement(entry))
+
+    def on_notice(notice: Notice) -> None:
+        log_notice(notice)
+        output.notice(notice)
+
     try:
         pulled = pull_model(
             entry,
             locations.models,
             on_progress=output.progress,
-            on_notice=output.notice,
+            on_notice=on_notice,
             stall_s=stall_timeout(),
         )
     finally:

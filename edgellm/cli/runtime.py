@@ -4,6 +4,7 @@ root.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgellm.contracts import ModelInfo
+from edgellm.log import log_notice
 from edgellm_models.errors import BadInputError, Notice, ResourceError
 
 if TYPE_CHECKING:
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from edgellm_models.network.spec import ModelSpec
     from edgellm_models.tokenizer.base import Tokenizer
     from edgellm_models.tokenizer.chat_template import ChatTemplates
+
+_LOG = logging.getLogger("edgellm.load")
 
 OnNotice = Callable[[Notice], None]
 
@@ -97,6 +101,7 @@ def load_runtime(
     from edgellm.engine.engine import PREFILL_CHUNK, Engine
     from edgellm.engine.stats import StatsRecorder
     from edgellm.runner.model_runner import ModelRunner
+    from edgellm_kernels.registry import explain
     from edgellm_models.checkpoint import open_checkpoint
     from edgellm_models.network.build import build_decoder
     from edgellm_models.tokenizer import load_chat_templates, load_sampling_defaults, load_tokenizer
@@ -107,6 +112,7 @@ def load_runtime(
 
     def tell(notice: Notice) -> None:
         notices.append(notice)
+        log_notice(notice)
         if on_notice is not None:
             on_notice(notice)
 
@@ -114,6 +120,14 @@ def load_runtime(
         torch.set_num_threads(resolved.threads)
     device = _device(resolved.device)
     checkpoint = open_checkpoint(path)
+    _LOG.info(
+        "opened %s: %s, %s, %d tensors, %d bytes",
+        path,
+        checkpoint.file_format,
+        checkpoint.architecture,
+        len(checkpoint.tensors()),
+        checkpoint.file_bytes,
+    )
     tokenizer = load_tokenizer(path, checkpoint.file_format, checkpoint.metadata)
     for notice in getattr(tokenizer, "notices", ()):
         tell(notice)
@@ -144,6 +158,15 @@ def load_runtime(
     info = describe(checkpoint, spec, name, context)
     sampling_defaults = load_sampling_defaults(path, checkpoint.file_format, checkpoint.metadata)
     times = LoadTimes(imported - begin, time.monotonic() - imported)
+    _LOG.info(
+        "device %s, %d threads, KV cache %s, context %d; kernels: %s",
+        device,
+        torch.get_num_threads(),
+        str(dtype).removeprefix("torch."),
+        context,
+        ", ".join(f"{op} {backend}" for op, backend in explain(device, preferred=resolved.kernels).items()),
+    )
+    _LOG.info("imports took %.2f s, loading %.2f s", times.import_s, times.load_s)
     load_templates = partial(load_chat_templates, path, checkpoint.file_format, checkpoint.metadata)
     return Runtime(
         info, tokenizer, sampling_defaults, core, times, tuple(notices), load_templates, spec.vocab_size
@@ -152,7 +175,9 @@ def load_runtime(
 
 def default_model_notice(name: str) -> Notice:
     """Says which model answers a prompt that came without one, so that no mistake in its name goes unseen."""
-    return Notice("default_model", f"no model was named, so {name} answers; -m names another")
+    notice = Notice("default_model", f"no model was named, so {name} answers; -m names another")
+    log_notice(notice)
+    return notice
 
 
 def _keep_threads_from_spinning() -> None:

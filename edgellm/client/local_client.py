@@ -27,6 +27,7 @@ from edgellm.contracts import (
     Usage,
 )
 from edgellm.engine.async_engine import AsyncEngine
+from edgellm.log import log_answer, log_notice
 from edgellm_models.tokenizer.base import Tokenizer
 from edgellm_models.tokenizer.chat_encoding import RememberedAnswer
 from edgellm_models.tokenizer.chat_template import ChatTemplates
@@ -99,6 +100,7 @@ class LocalClient:
             )
             notices, self._notices = (*self._notices, *built.notices), ()
             for notice in notices:
+                log_notice(notice)
                 yield NoticeEvent(notice)
             prompt_tokens = len(built.request.prompt_token_ids)
             if turn.cancelled:
@@ -117,6 +119,9 @@ class LocalClient:
                     for made in maker.push(event):
                         if isinstance(made, Finished):
                             self._remember(conversation_id, maker)
+                            log_answer(self._info.name, made.reason, made.usage, made.timings)
+                        elif isinstance(made, NoticeEvent):
+                            log_notice(made.notice)
                         yield made
             finally:
                 await stream.aclose()

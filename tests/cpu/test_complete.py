@@ -275,6 +275,25 @@ def test_a_drawn_seed_is_said_and_gives_the_same_text_again(complete: Any, endle
     assert "note: seed" not in complete(endless, "x", "--json", *asked).err
 
 
+def test_verbose_says_what_happens_and_the_log_holds_no_text(
+    complete: Any, model: Path, isolated_home: Path
+) -> None:
+    result = complete("-v", model, "secret", "--ctx", "9999")
+    assert result.code == 0 and result.out == "one two three."
+    for words in (
+        f"opened {model}: gguf, llama",
+        "kernels: ",
+        "loading ",
+        "context_clamped",
+        "answer tokens",
+    ):
+        assert words in result.err
+    kept = (isolated_home / "state" / "logs" / "edgellm.log").read_text(encoding="utf-8")
+    assert "context_clamped" in kept and kept.count("edgellm.answer: model m, stop") == 1
+    assert "secret" not in kept and "three" not in kept
+    assert "INFO" not in complete(model, "x").err
+
+
 def test_an_engine_fault_is_exit_70_with_the_text_so_far(
     complete: Any, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

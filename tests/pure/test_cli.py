@@ -241,7 +241,7 @@ def test_an_unexpected_fault_keeps_its_traceback(
     assert main_module.run(["list"]) == 1
     line = capsys.readouterr().err
     assert line.count("\n") == 1 and "unexpected ZeroDivisionError: one two" in line
-    logs = list((isolated_home / "state" / "logs").iterdir())
+    logs = list((isolated_home / "state" / "logs").glob("crash-*"))
     assert len(logs) == 1 and str(logs[0]) in line and "in fault" in logs[0].read_text()
 
 
