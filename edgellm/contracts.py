@@ -24,8 +24,8 @@ class SamplingParams:
     """How the next token is chosen.
 
     Applied in this order: repetition, presence and frequency penalties, logit bias, the constraint's mask,
-    temperature, top-k, typical-p, top-p, min-p. The token that crosses a probability limit stays, at least one stays, equal
-    logits rank by id.
+    temperature, top-k, typical-p, top-p, min-p. The token that crosses a probability limit stays, at least
+    one stays, equal logits rank by id.
     """
 
     temperature: float = 1.0
