@@ -496,6 +496,30 @@ class SequenceStart:
 
 
 @dataclass(frozen=True)
+class BlockCopy:
+    """One block's KV copied to another block of the same layer group, all layers of it."""
+
+    group: int
+    source: int
+    target: int
+    order: int = field(default=0, compare=False)
+    """The copies of one step, of blocks and of the host alike, are done in ascending order: what a copy reads
+    may be overwritten by a later one."""
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """One block's KV copied between the device and a host block of the same layer group."""
+
+    group: int
+    block: int
+    host_block: int
+    to_host: bool
+    order: int = field(default=0, compare=False)
+    """As in BlockCopy; both kinds count together."""
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """What the runner does next. A plan without sequences may still start and end some."""
 
@@ -505,6 +529,9 @@ class StepPlan:
     """Sequences that the runner has not seen before."""
     ended: tuple[int, ...] = ()
     """Ids whose state the runner forgets before it runs this plan."""
+    block_copies: tuple[BlockCopy, ...] = ()
+    """Done before anything of this plan writes KV, together with ``host_copies``, in ascending order."""
+    host_copies: tuple[HostCopy, ...] = ()
 
 
 @dataclass(frozen=True)
