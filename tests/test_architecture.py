@@ -27,6 +27,7 @@ HEAVY = {
     "huggingface_hub",
     "tokenizers",
     "gguf",
+    "llguidance",
 }
 
 NETWORK = {"edgellm_models.network"}
@@ -83,6 +84,10 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "edgellm.switches": ({"edgellm.contracts", "edgellm_models.errors"}, set()),
     "edgellm.locations": ({"edgellm.contracts", "edgellm_models.errors"}, {"platformdirs"}),
     "edgellm.chat": ({"edgellm.contracts", "edgellm_models.errors", "edgellm_models.tokenizer"}, set()),
+    "edgellm.constraint": (
+        {"edgellm.contracts", "edgellm_models.errors", "edgellm_models.tokenizer.base"},
+        {"llguidance"},
+    ),
     "edgellm.cache": (
         {"edgellm.contracts", "edgellm_models.errors", "edgellm_models.network", "edgellm_kernels.batch"},
         {"torch"},
@@ -103,6 +108,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
             "edgellm.contracts",
             "edgellm.cache",
             "edgellm.runner",
+            "edgellm.constraint",
             "edgellm_models.errors",
             "edgellm_models.tokenizer",
         },
