@@ -14,7 +14,7 @@ def cache_key(*, model_id: str, rope: str, kv_dtypes: Sequence[str], adapter: st
     """One text for everything but the tokens that decides what KV holds.
 
     ``model_id`` names the weights by content, ``rope`` the frequencies and the scaling in force,
-    ``kv_dtypes`` the type of each layer group. Block size, salt, layer group and eviction epoch are added by the index.
+    ``kv_dtypes`` the type of each layer group. Block size, salt, group and eviction epoch are the index's.
     """
     return json.dumps([model_id, rope, list(kv_dtypes), adapter])
 

@@ -51,7 +51,7 @@ class SequenceBlocks:
     exact_blocks: int | None = None
     """How many leading blocks were full at the first eviction; None before it."""
     host: list[list[int]] | None = None
-    """While the sequence is offloaded, per group, host block ids by block index; ``tables`` are empty then."""
+    """While the sequence is offloaded, per group, host block ids by block index, and no ``tables``."""
     conversation: tuple[str, str] | None = None
     """Salt and conversation id."""
 
