@@ -532,6 +532,11 @@ class StepPlan:
     block_copies: tuple[BlockCopy, ...] = ()
     """Done before anything of this plan writes KV, together with ``host_copies``, in ascending order."""
     host_copies: tuple[HostCopy, ...] = ()
+    forked: tuple[tuple[int, int], ...] = ()
+    """(parent, child): before this plan runs, the child takes over what the runner keeps of its parent's
+    recent KV outside of the blocks (int4 only)."""
+    preempted: tuple[int, ...] = ()
+    """Ids whose recent KV outside of the blocks is dropped before this plan runs; sampling goes on later."""
 
 
 @dataclass(frozen=True)
