@@ -92,6 +92,15 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"edgellm.contracts", "edgellm_models.errors", "edgellm_models.network", "edgellm_kernels.batch"},
         {"torch"},
     ),
+    "edgellm.scheduler": (
+        {
+            "edgellm.contracts",
+            "edgellm.cache.block_pool",
+            "edgellm.cache.kv_manager",
+            "edgellm_models.errors",
+        },
+        set(),
+    ),
     "edgellm.runner": (
         {
             "edgellm.contracts",
