@@ -117,6 +117,8 @@ def _check_table(manager: KVManager, sequence: SequenceBlocks, group: int) -> No
     first_live = sequence.first_live[group]
     dead = max(sequence.skipped[group], manager.dead_blocks(group, committed))
     assert first_live <= dead, "I10: a block was given back too early"
+    seen = manager.groups[group].first_seen(committed)
+    assert first_live * size <= seen, "I9: a position that can be seen has no block"
     assert sequence.grown >= committed, "I9: committed tokens without slots"
     if sequence.host is not None:
         return

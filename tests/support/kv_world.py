@@ -34,9 +34,9 @@ class WorldShape:
 
 SHAPES = (
     WorldShape((GroupLayout(None, 14), GroupLayout(5, 12)), 2, 2, (8, 8), 1),
-    WorldShape((GroupLayout(None, 9), GroupLayout(4, 7), GroupLayout(None, 10)), 3, 3, (6, 4, 6), 0),
+    WorldShape((GroupLayout(None, 9), GroupLayout(6, 7), GroupLayout(None, 10)), 3, 3, (6, 4, 6), 0),
     WorldShape((GroupLayout(None, 10),), 4, 0, (5,), 1),
-    WorldShape((GroupLayout(3, 9), GroupLayout(7, 12)), 2, 1, (6, 6), 0),
+    WorldShape((GroupLayout(4, 9), GroupLayout(7, 12)), 2, 1, (6, 6), 0),
     WorldShape((GroupLayout(None, 24), GroupLayout(1, 24)), 1, 4, (9, 3), 1),
     WorldShape((GroupLayout(None, 12), GroupLayout(6, 8)), 2, 2, (6, 6), 1, enable_prefix_cache=False),
 )
@@ -318,10 +318,7 @@ class KVWorld:
         assert (copies is not None) == can_grow
         if copies is None:
             assert self._state() == before
-            missing = [
-                -(-length // self.shape.block_size) - len(table) for table in self.kv.tables(sequence_id)
-            ]
-            assert any(m + 1 > p.num_free for m, p in zip(missing, self.kv.pools, strict=True))
+            assert any(self._is_short(group, sequence_id, length) for group in range(len(self.shape.groups)))
             self.seen["short"] += 1
             return
         self.copies += copies
@@ -335,6 +332,18 @@ class KVWorld:
                 self.writes.append((sequence_id, group, block, slot, value))
         sequence.pending.append(Step(tokens, values, is_draft))
         self.seen["ahead" if len(sequence.pending) > 1 else "step"] += 1
+
+    def _is_short(self, group: int, sequence_id: int, length: int) -> bool:
+        """Whether a group lacks blocks, when it may give away what the window has left behind."""
+        size, pool, window = self.shape.block_size, self.kv.pools[group], self.shape.groups[group].window
+        table, committed = self.kv.tables(sequence_id)[group], len(self.sequences[sequence_id].tokens)
+        wanted = -(-length // size) - len(table)
+        if committed % size:
+            partial = table[committed // size]
+            wanted += pool.ref_count(partial) > 1 or pool.is_hashed(partial)
+        behind = 0 if window is None else max(0, committed - window + 1 - self.shape.lookahead) // size
+        returned = sum(block >= 0 and pool.ref_count(block) == 1 for block in table[:behind])
+        return wanted > pool.num_free + returned
 
     def _free(self, sequence_id: int) -> None:
         self._drop_writes(sequence_id)
