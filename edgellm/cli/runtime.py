@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from edgellm.contracts import ModelInfo
 from edgellm_models.errors import BadInputError, Notice, ResourceError
 
 if TYPE_CHECKING:
+    from edgellm.cache.kv_storage import KVType
     from edgellm.client.local_client import LocalClient
     from edgellm.config import ResolvedConfig
     from edgellm.engine.async_engine import AsyncEngine
@@ -90,7 +91,7 @@ def load_runtime(
     begin = time.monotonic()
     import torch
 
-    from edgellm.cache.kv_storage import BLOCK_SIZE, allocate_storage, kv_bytes, kv_dtype, make_pools
+    from edgellm.cache.kv_storage import BLOCK_SIZE, allocate_storage, choose_kv_type, kv_bytes, make_pools
     from edgellm.engine.engine import PREFILL_CHUNK, Engine
     from edgellm.engine.stats import StatsRecorder
     from edgellm.runner.model_runner import ModelRunner
@@ -118,11 +119,14 @@ def load_runtime(
     for notice in decoder.notices:
         tell(notice)
     spec = decoder.spec
-    dtype = kv_dtype(resolved.kv_dtype)
-    context, notice = choose_context(spec, resolved.ctx, dtype, PREFILL_CHUNK, _free_memory(device))
+    free_bytes = _free_memory(device)
+    kv, step_down = choose_kv_type(resolved.kv_dtype, spec, resolved.ctx, PREFILL_CHUNK, free_bytes, device)
+    if step_down is not None:
+        tell(step_down)
+    context, notice = choose_context(spec, resolved.ctx, kv, PREFILL_CHUNK, free_bytes)
     tell(notice)
     pools = make_pools(spec, context, PREFILL_CHUNK, BLOCK_SIZE)
-    storage = allocate_storage(spec, pools, dtype, device)
+    storage = allocate_storage(spec, [pool.num_blocks for pool in pools], kv, device)
     core = Engine(
         ModelRunner(decoder, storage, vocab_size=spec.vocab_size, block_size=BLOCK_SIZE, device=device),
         tokenizer,
@@ -133,7 +137,7 @@ def load_runtime(
         make_decoder=lambda request: StreamDecoder(tokenizer, continues_text=request.continues_text),
         recorder=StatsRecorder(
             weight_bytes=decoder.weight_bytes,
-            kv_bytes=kv_bytes(spec, context, dtype, PREFILL_CHUNK),
+            kv_bytes=kv_bytes(spec, context, kv, PREFILL_CHUNK),
             device=device,
             kernel_backend="torch",
         ),
@@ -146,7 +150,7 @@ def load_runtime(
 
 
 def choose_context(
-    spec: ModelSpec, asked: int | None, dtype: Any, chunk: int, free_bytes: int | None
+    spec: ModelSpec, asked: int | None, kv: KVType, chunk: int, free_bytes: int | None
 ) -> tuple[int, Notice]:
     """The context in force and the notice that says it.
 
@@ -157,7 +161,7 @@ def choose_context(
 
     trained = spec.context_length
     if asked is None:
-        context = trained if free_bytes is None else largest_context(spec, free_bytes // 2, dtype, chunk)
+        context = trained if free_bytes is None else largest_context(spec, free_bytes // 2, kv, chunk)
         if context < 1:
             assert free_bytes is not None
             raise ResourceError(
@@ -166,14 +170,14 @@ def choose_context(
             )
     else:
         context = min(asked, trained)
-        needed = kv_bytes(spec, context, dtype, chunk)
+        needed = kv_bytes(spec, context, kv, chunk)
         if free_bytes is not None and needed > free_bytes:
-            fitting = largest_context(spec, free_bytes // 2, dtype, chunk)
+            fitting = largest_context(spec, free_bytes // 2, kv, chunk)
             raise ResourceError(
-                f"the KV cache of {context} tokens needs {needed / 1e6:.0f} MB; {free_bytes / 1e6:.0f} MB "
-                f"are free; --ctx {fitting} fits in half of that"
+                f"the {kv.name} KV cache of {context} tokens needs {needed / 1e6:.0f} MB; "
+                f"{free_bytes / 1e6:.0f} MB are free; --ctx {fitting} fits in half of that"
             )
-    size = f"its KV cache takes up to {kv_bytes(spec, context, dtype, chunk) / 1e6:.0f} MB"
+    size = f"its {kv.name} KV cache takes up to {kv_bytes(spec, context, kv, chunk) / 1e6:.0f} MB"
     if asked is not None and asked > trained:
         detail = f"the context is {context} tokens, for which the model was trained, not {asked}; {size}"
         return context, Notice("context_clamped", detail)

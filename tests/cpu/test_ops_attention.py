@@ -269,9 +269,11 @@ def test_cost_follows_the_live_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     original = attention_torch._read
 
-    def counting(pages: torch.Tensor, sequence: object, first: int, last: int) -> torch.Tensor:
+    def counting(
+        pages: torch.Tensor, scales: torch.Tensor | None, sequence: object, first: int, last: int
+    ) -> torch.Tensor:
         read.append(last - first)
-        return original(pages, sequence, first, last)  # type: ignore[arg-type]
+        return original(pages, scales, sequence, first, last)  # type: ignore[arg-type]
 
     monkeypatch.setattr(attention_torch, "_read", counting)
     batch, kv, _, _ = make_batch([Sequence(4000, 1)])
@@ -287,11 +289,11 @@ def test_cost_follows_the_live_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_consecutive_blocks_are_not_copied() -> None:
     batch, kv, _, _ = make_batch([Sequence(64, 1)], order="consecutive")
     plan = KERNELS.plan_attention(batch, batch.groups[0], 4)
-    view = attention_torch._read(kv.keys[1], plan.sequences[0], 0, 16)
+    view = attention_torch._read(kv.keys[1], None, plan.sequences[0], 0, 16)
     assert view.untyped_storage().data_ptr() == kv.keys.untyped_storage().data_ptr()
     batch, kv, _, _ = make_batch([Sequence(64, 1)])
     plan = KERNELS.plan_attention(batch, batch.groups[0], 4)
-    copy = attention_torch._read(kv.keys[1], plan.sequences[0], 0, 16)
+    copy = attention_torch._read(kv.keys[1], None, plan.sequences[0], 0, 16)
     assert copy.untyped_storage().data_ptr() != kv.keys.untyped_storage().data_ptr()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgellm.cache.kv_storage import allocate_storage, kv_dtype, make_pools
+from edgellm.cache.kv_storage import allocate_storage, kv_type, make_pools
 from edgellm.contracts import FinishReason, GenerationRequest, SamplingParams, TokenEvent
 from edgellm.engine.engine import Engine
 from edgellm.runner.model_runner import ModelRunner
@@ -34,7 +34,7 @@ def load_engine(
     spec = decoder.spec
     length = context or spec.context_length
     pools = make_pools(spec, length, chunk, block_size)
-    storage = allocate_storage(spec, pools, kv_dtype(kv))
+    storage = allocate_storage(spec, [p.num_blocks for p in pools], kv_type(kv), block_size=block_size)
     engine = Engine(
         ModelRunner(decoder, storage, vocab_size=spec.vocab_size, block_size=block_size),
         tokenizer,
