@@ -92,6 +92,20 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"edgellm.contracts", "edgellm_models.errors", "edgellm_models.network", "edgellm_kernels.batch"},
         {"torch"},
     ),
+    # The integer half of the cache: no torch.
+    **{
+        f"edgellm.cache.{name}": ({"edgellm.contracts", "edgellm.cache", "edgellm_models.errors"}, set())
+        for name in (
+            "block_pool",
+            "conversation",
+            "host_offload",
+            "integrity",
+            "kv_manager",
+            "prefix_index",
+            "prefix_match",
+            "sequence_blocks",
+        )
+    },
     "edgellm.scheduler": (
         {
             "edgellm.contracts",

@@ -109,6 +109,7 @@ class KVManager:
             chain=chain,
             tokens=list(token_ids[:reused]),
             grown=reused,
+            reused=reused,
             conversation=conversation,
         )
         if conversation is not None:
@@ -128,7 +129,7 @@ class KVManager:
     def free(self, sequence_id: int) -> None:
         """Ends a sequence, wherever it is. Its hashed blocks stay cached, the last to be given away first."""
         sequence = self._get(sequence_id)
-        if sequence.conversation is not None:
+        if sequence.conversation is not None and sequence.committed > sequence.reused:
             # Nobody can reuse what was computed after an eviction.
             exact = None if sequence.exact_blocks is None else sequence.exact_blocks * self.block_size
             self._conversations.remember(sequence.conversation, sequence.tokens[:exact])
@@ -162,6 +163,7 @@ class KVManager:
             grown=source.committed,
             epoch=source.epoch,
             exact_blocks=source.exact_blocks,
+            reused=source.committed,
             conversation=source.conversation,
         )
 

@@ -52,6 +52,8 @@ class SequenceBlocks:
     """How many leading blocks were full at the first eviction; None before it."""
     host: list[list[int]] | None = None
     """While the sequence is offloaded, per group, host block ids by block index, and no ``tables``."""
+    reused: int = 0
+    """Tokens that it was opened with."""
     conversation: tuple[str, str] | None = None
     """Salt and conversation id."""
 

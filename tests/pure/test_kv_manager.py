@@ -585,6 +585,27 @@ def test_blocks_that_were_given_away_are_told_from_changed_ones() -> None:
     assert (found.evicted, found.recomputed) == (16 - reused, 17 - reused)
 
 
+def test_a_request_that_never_ran_does_not_count_as_its_conversation() -> None:
+    kv = manager((None, 20))
+    talk(kv, 1, list(range(18)))
+    kv.free(1)
+    changed = [*range(6), 66, *range(7, 20)]
+    kv.open(2, changed, conversation_id="chat")
+    kv.free(2)
+    talk(kv, 3, changed)
+    found = kv.divergence(3)
+    assert found is not None and found.previous_length == 18
+
+
+def test_what_followed_an_eviction_is_not_expected_to_be_reused() -> None:
+    kv = manager((None, 20))
+    talk(kv, 1, list(range(9)))
+    kv.evict(1, 0, [0])
+    extend(kv, 1, list(range(9, 16)))
+    kv.free(1)
+    assert talk(kv, 2, list(range(17))) == 8 and kv.divergence(2) is None
+
+
 def test_conversations_of_other_salts_are_not_compared() -> None:
     kv = manager((None, 20))
     talk(kv, 1, list(range(18)), salt="a")
