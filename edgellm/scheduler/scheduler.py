@@ -229,7 +229,8 @@ class Scheduler:
         candidates = [
             s for s in self._roster.running.values() if s.remaining > 1 and self._is_plannable(s, step)
         ]
-        candidates += [s for s in self._roster.waiting.values() if not self._roster.awaits_parent(s)]
+        if self._roster.has_place and not step.crowded:
+            candidates += [s for s in self._roster.waiting.values() if not self._roster.awaits_parent(s)]
         for sequence in prefill_order(candidates, now, self._age_bound_s, self._last_served):
             if step.budget < 1:
                 break

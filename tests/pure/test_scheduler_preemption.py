@@ -63,6 +63,31 @@ def test_a_tenth_of_the_demand_finishes_everything_with_the_same_tokens(
         assert schedule.notices_of("preempted")
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("host_blocks", [0, 400])
+def test_samples_of_a_prompt_survive_preemption(depth: int, host_blocks: int) -> None:
+    """Parents and children, forked or not, give way and come back with their own tokens."""
+    forks = 0
+    for num_blocks in range(12, 26, 4):
+        setup = Setup(
+            num_blocks=num_blocks, max_running=6, depth=depth, host_blocks=host_blocks, prefill_chunk=5
+        )
+        schedule = Schedule(setup)
+        expected: dict[int, list[int]] = {}
+        for family in range(3):
+            tokens = prompt(14, family)
+            parent = schedule.add(tokens, 20, priority=family % 2)
+            expected[parent] = answer_alone(tokens, 20)
+            for sample in (1, 2):
+                child = schedule.add(tokens, 20, sample=sample, fork_parent=parent)
+                expected[child] = answer_alone(tokens, 20, sample)
+        schedule.run()
+        assert schedule.answers == expected
+        assert schedule.notices_of("preempted")
+        forks += sum(len(plan.forked) for plan in schedule.plans)
+    assert forks > 5
+
+
 def test_offload_comes_before_recompute_and_costs_no_tokens() -> None:
     rows = {}
     for host_blocks in (0, 400):
