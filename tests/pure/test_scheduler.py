@@ -349,16 +349,16 @@ def test_a_running_sequence_can_be_forked_where_it_is() -> None:
 def test_a_sequence_that_outgrows_the_short_rope_is_computed_again(depth: int, lookahead: int) -> None:
     """The runner finds a K of the other scaling, one that the prefix cache keeps included."""
     schedule = Schedule(Setup(depth=depth, rope_switch_length=24, lookahead=lookahead, accept=lookahead))
-    crossing = schedule.add(prompt(20), 20, draft_limit=lookahead)
+    crossing = schedule.add(prompt(19), 20, draft_limit=lookahead)
     schedule.run()
     details = [detail for _, detail in schedule.notices_of("rope_scaling_switched")]
     assert len(details) == 1 and "24 tokens" in details[0]
-    again = schedule.add(prompt(20) + schedule.answers[crossing][:10], 5)  # long from its first chunk on
-    short = schedule.add(prompt(20), 4)
+    again = schedule.add(prompt(19) + schedule.answers[crossing][:10], 5)  # long from its first chunk on
+    short = schedule.add(prompt(19), 4)
     schedule.run()
-    assert schedule.answers[crossing] == answer_alone(prompt(20), 20)
-    assert schedule.answers[again] == answer_alone(prompt(20) + schedule.answers[crossing][:10], 5)
-    assert schedule.answers[short] == answer_alone(prompt(20), 4)
+    assert schedule.answers[crossing] == answer_alone(prompt(19), 20)
+    assert schedule.answers[again] == answer_alone(prompt(19) + schedule.answers[crossing][:10], 5)
+    assert schedule.answers[short] == answer_alone(prompt(19), 4)
     assert schedule.sequences[short].cached_tokens and schedule.sequences[again].cached_tokens
     assert len(schedule.notices_of("rope_scaling_switched")) == 1
 

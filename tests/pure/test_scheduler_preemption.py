@@ -18,16 +18,25 @@ def prompt(length: int, start: int = 0) -> list[int]:
     return [1000 * start + i for i in range(length)]
 
 
-def crowd(setup: Setup, count: int = 10, answer: int = 24) -> tuple[Schedule, list[int]]:
-    """Requests of different lengths at once."""
+CROWD = [(6 + 3 * (i % 4), 24 + i % 3) for i in range(12)]
+"""(prompt length, answer length) of twelve requests."""
+DEMAND = sum(blocks_for(length + answer, 4) for length, answer in CROWD)
+
+
+def crowd(setup: Setup, draft_limit: int = 0) -> tuple[Schedule, list[int]]:
+    """The twelve requests at once; every other one drafts."""
     schedule = Schedule(setup)
-    return schedule, [schedule.add(prompt(6 + 3 * i, i), answer + i) for i in range(count)]
+    ids = [
+        schedule.add(prompt(length, i), answer, draft_limit=draft_limit * (i % 2))
+        for i, (length, answer) in enumerate(CROWD)
+    ]
+    return schedule, ids
 
 
-def assert_as_alone(schedule: Schedule, ids: list[int], answer: int = 24) -> None:
-    for i, sequence_id in enumerate(ids):
-        alone = answer_alone(prompt(6 + 3 * i, i), answer + i)
-        assert schedule.answers[sequence_id] == alone, f"sequence {sequence_id}"
+def assert_as_alone(schedule: Schedule, ids: list[int]) -> None:
+    assert not schedule.errors
+    for i, (length, answer) in enumerate(CROWD):
+        assert schedule.answers[ids[i]] == answer_alone(prompt(length, i), answer), f"sequence {ids[i]}"
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -37,28 +46,19 @@ def assert_as_alone(schedule: Schedule, ids: list[int], answer: int = 24) -> Non
 def test_a_tenth_of_the_demand_finishes_everything_with_the_same_tokens(
     depth: int, host_blocks: int, windows: tuple[int | None, ...], prefix_cache: bool
 ) -> None:
-    demand = sum(blocks_for(6 + 3 * i + 24 + i, 4) for i in range(10))
     setup = Setup(
-        num_blocks=-(-demand // 10),
+        num_blocks=-(-DEMAND // 10),
         windows=windows,
         depth=depth,
         host_blocks=host_blocks,
-        max_running=10,
+        max_running=12,
         lookahead=2,
         accept=1,
         prefix_cache=prefix_cache,
     )
-    assert setup.num_blocks * 10 < demand + 10
-    schedule, ids = crowd(setup, answer=24)
-    for sequence_id in ids[::2]:
-        schedule.sequences[sequence_id].draft_limit = 2
-    longest = blocks_for(6 + 27 + 33, 4)
-    if setup.num_blocks < longest:  # a pool must hold its longest sequence
-        setup.num_blocks = longest
-        schedule, ids = crowd(setup, answer=24)
+    schedule, ids = crowd(setup, draft_limit=2)
     schedule.run()
     assert_as_alone(schedule, ids)
-    assert not schedule.errors
     if None in windows:
         assert schedule.notices_of("preempted")
 
@@ -91,7 +91,7 @@ def test_samples_of_a_prompt_survive_preemption(depth: int, host_blocks: int) ->
 def test_offload_comes_before_recompute_and_costs_no_tokens() -> None:
     rows = {}
     for host_blocks in (0, 400):
-        schedule, ids = crowd(Setup(num_blocks=20, host_blocks=host_blocks, max_running=10))
+        schedule, ids = crowd(Setup(num_blocks=20, host_blocks=host_blocks, max_running=12))
         schedule.run()
         assert_as_alone(schedule, ids)
         rows[host_blocks] = schedule.runner.rows
@@ -99,17 +99,17 @@ def test_offload_comes_before_recompute_and_costs_no_tokens() -> None:
         assert details
         assert all(("host memory" in d) == (host_blocks > 0) for d in details)
         assert all(("computed again" in d) == (host_blocks == 0) for d in details)
-    needed = sum(6 + 3 * i + 24 + i - 1 for i in range(10))
+    needed = sum(length + answer - 1 for length, answer in CROWD)
     assert rows[400] == needed < rows[0]
 
 
 def test_nothing_is_sampled_twice() -> None:
     """Each answer token is drawn in exactly one step, however often its sequence was preempted."""
-    schedule, ids = crowd(Setup(num_blocks=20, max_running=10))
+    schedule, ids = crowd(Setup(num_blocks=20, max_running=12))
     schedule.run()
     draws = [s.sequence_id for plan in schedule.plans for s in plan.sequences if s.needs_logits]
     for i, sequence_id in enumerate(ids):
-        assert draws.count(sequence_id) == 24 + i
+        assert draws.count(sequence_id) == CROWD[i][1]
     assert len(schedule.notices_of("preempted")) > 3
 
 
