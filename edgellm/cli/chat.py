@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgellm.cli.main import EdgeCommand
-from edgellm.cli.options import engine_options, json_option, option, sampling_options
+from edgellm.cli.options import constraint_options, engine_options, json_option, option, sampling_options
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from edgellm.cli.runtime import OnNotice, Runtime
     from edgellm.config import ResolvedConfig
-    from edgellm.contracts import SamplingParams
+    from edgellm.contracts import ConstraintSpec, SamplingParams
     from edgellm_models.catalog import ResolvedModel
 
 MAX_STDIN_BYTES = 64 << 20
@@ -47,12 +47,15 @@ SCREEN_TERMINALS = (
 @option("--plain", is_flag=True, help="Lines instead of the screen.")
 @engine_options
 @sampling_options
+@constraint_options
 @json_option
 def command(
     words: tuple[str, ...],
     prompt: str | None,
     system: str | None,
     plain: bool,
+    schema: str | None,
+    grammar: str | None,
     as_json: bool,
     **settings: Any,
 ) -> int:
@@ -63,6 +66,7 @@ def command(
     MODEL if it is a catalog name, an existing path or begins with hf:. --json prints chat events as JSON
     lines; the last one has the whole text.
     """
+    from edgellm.cli.constraint_files import read_constraint
     from edgellm.cli.options import resolve_settings
     from edgellm.cli.output import current_output
     from edgellm.contracts import SamplingParams
@@ -75,6 +79,7 @@ def command(
     )
     resolved = resolve_settings(settings, model=model)
     resolved.sampling_params(SamplingParams())  # a bad value is told before anything is loaded
+    constraint = read_constraint(schema, grammar)
     output = current_output()
     prompt = with_piped_text(prompt)
     mode = choose_mode(os.environ, has_prompt=prompt is not None, plain=plain or as_json)
@@ -90,7 +95,7 @@ def command(
     from edgellm.cli.model_access import local_model
 
     found, path = local_model(resolved.model, output)
-    opening = Opening(resolved, found, path)
+    opening = Opening(resolved, found, path, constraint)
     if mode.kind == "screen":
         return run_screen(opening, system or "")
     from edgellm.cli import plain_chat
@@ -198,6 +203,7 @@ class Opening:
     resolved: ResolvedConfig
     model: ResolvedModel
     path: Path
+    constraint: ConstraintSpec | None = None
 
     def load(self, on_notice: OnNotice) -> tuple[Runtime, SamplingParams]:
         """The model and how to choose its tokens."""
@@ -225,7 +231,9 @@ def run_screen(opening: Opening, system: str) -> int:
 
     def opener(on_notice: OnNotice) -> tuple[ChatBackend, ChatSettings]:
         runtime, sampling = opening.load(on_notice)
-        return runtime.client(), ChatSettings(sampling=sampling, system_prompt=system)
+        return runtime.client(), ChatSettings(
+            sampling=sampling, system_prompt=system, constraint=opening.constraint
+        )
 
     app = EdgeChat(opener=opener, model_name=opening.model.name)
     # A screen makes many small objects, and each full collection looks at all that torch and the libraries

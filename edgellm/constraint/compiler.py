@@ -54,20 +54,33 @@ class ConstraintCompiler:
         """``vocab_size``: the model's number of logits."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held for moments only: the engine's thread takes it too
+        self._build_lock = threading.Lock()
         self._vocabulary: GrammarVocabulary | None = None
         self._kept: OrderedDict[ConstraintSpec, Constraint] = OrderedDict()
 
     def compile(self, spec: ConstraintSpec) -> Constraint:
         """A constraint at its beginning. BadInputError with the grammar's own words when it cannot be used,
         or when no text of this vocabulary meets it."""
+        found = self._find(spec)
+        if found is not None:
+            return found
+        with self._build_lock:
+            found = self._find(spec)
+            if found is not None:
+                return found
+            built = _with_deep_stack(lambda: self._build(spec))
+            with self._lock:
+                self._kept[spec] = built
+                if len(self._kept) > MAX_KEPT:
+                    self._kept.popitem(last=False)
+                return built.fork()
+
+    def _find(self, spec: ConstraintSpec) -> Constraint | None:
         with self._lock:
             found = self._kept.get(spec)
             if found is None:
-                found = _with_deep_stack(lambda: self._build(spec))
-                self._kept[spec] = found
-                if len(self._kept) > MAX_KEPT:
-                    self._kept.popitem(last=False)
+                return None
             self._kept.move_to_end(spec)
             return found.fork()
 
