@@ -150,6 +150,8 @@ class GenerationRequest:
     """Monotonic seconds after which the request is cancelled."""
     arrival_time: float = 0.0
     """Monotonic seconds."""
+    priority: int = 0
+    """Smaller is served first: a person's chat before batch work."""
     task: Task = Task.GENERATE
     continues_text: bool = False
     """Raw completion: the answer goes on where the prompt's text ends, so that its first space is a real one.
@@ -322,7 +324,10 @@ class EngineStats:
     running: int = 0
     kv_blocks: Mapping[str, int] = field(default_factory=dict)
     """Number of blocks by state: used, shared, cached, free, evicted."""
+    kv_waste: float = 0.0
+    """1 - committed tokens / slots of the blocks in use."""
     prefix_hit_rate: float = 0.0
+    """Prompt tokens that were reused rather than computed, as a share of all since the start."""
     prefill_tokens_per_s: float = 0.0
     decode_tokens_per_s: float = 0.0
     """Committed tokens over the last second."""

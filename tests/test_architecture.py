@@ -31,6 +31,21 @@ HEAVY = {
 }
 
 NETWORK = {"edgellm_models.network"}
+# The cache's integers: nothing of torch, so that schedules are planned and tested without it.
+INTEGER_CACHE = {
+    f"edgellm.cache.{name}"
+    for name in (
+        "block_pool",
+        "conversation",
+        "host_offload",
+        "integrity",
+        "kv_manager",
+        "prefix_index",
+        "prefix_match",
+        "sequence_blocks",
+        "tail_rings",
+    )
+}
 TUI = {"edgellm.contracts", "edgellm.locations", "edgellm_models.errors"}
 
 # room -> prefixes of ours that it may import, and third-party packages that it may import (anywhere in
@@ -106,6 +121,10 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
             "sequence_blocks",
         )
     },
+    **{
+        module: (INTEGER_CACHE | {"edgellm.contracts", "edgellm_models.errors"}, set())
+        for module in INTEGER_CACHE
+    },
     "edgellm.scheduler": (
         {
             "edgellm.contracts",
@@ -130,7 +149,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {
             "edgellm.contracts",
             "edgellm.cache",
-            "edgellm.runner",
+            "edgellm.scheduler",
             "edgellm.constraint",
             "edgellm_models.errors",
             "edgellm_models.tokenizer",

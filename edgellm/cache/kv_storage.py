@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from edgellm.cache.block_pool import BlockPool, blocks_for
+from edgellm.cache.block_pool import blocks_for
+from edgellm.cache.sequence_blocks import GroupLayout
 from edgellm_kernels.batch import INT4_GROUP, TAIL_POSITIONS, KVStorage, TailStorage
 from edgellm_models.errors import BadInputError, Notice, ResourceError
 from edgellm_models.network.spec import ModelSpec
@@ -154,12 +155,12 @@ def largest_context(spec: ModelSpec, budget_bytes: int, kv: KVType, chunk: int) 
     return low
 
 
-def make_pools(
+def group_layouts(
     spec: ModelSpec, context: int, chunk: int, block_size: int = BLOCK_SIZE
-) -> tuple[BlockPool, ...]:
-    """One pool per layer group, each with the blocks of one sequence of ``context`` tokens."""
+) -> tuple[GroupLayout, ...]:
+    """What the KV manager is told of each layer group: blocks for one sequence of ``context`` tokens."""
     return tuple(
-        BlockPool(blocks_for(context, block_size, group.window, chunk), block_size, group.window)
+        GroupLayout(group.window, blocks_for(context, block_size, group.window, chunk))
         for group in spec.kv_groups
     )
 

@@ -91,8 +91,10 @@ def load_runtime(
     begin = time.monotonic()
     import torch
 
-    from edgellm.cache.kv_storage import BLOCK_SIZE, allocate_storage, choose_kv_type, kv_bytes, make_pools
-    from edgellm.engine.engine import PREFILL_CHUNK, Engine
+    from edgellm.cache.kv_manager import KVManager
+    from edgellm.cache.kv_storage import BLOCK_SIZE, allocate_storage, choose_kv_type, group_layouts
+    from edgellm.cache.prefix_index import cache_key
+    from edgellm.engine.engine import MAX_RUNNING, PREFILL_CHUNK, Engine
     from edgellm.engine.stats import StatsRecorder
     from edgellm.runner.model_runner import ModelRunner
     from edgellm_models.checkpoint import open_checkpoint
@@ -125,19 +127,27 @@ def load_runtime(
         tell(step_down)
     context, notice = choose_context(spec, resolved.ctx, kv, PREFILL_CHUNK, free_bytes)
     tell(notice)
-    pools = make_pools(spec, context, PREFILL_CHUNK, BLOCK_SIZE)
-    storage = allocate_storage(spec, [pool.num_blocks for pool in pools], kv, device)
+    groups = group_layouts(spec, context, PREFILL_CHUNK, BLOCK_SIZE)
+    # What has just ended keeps its tail until the next step, in which as many may begin.
+    storage = allocate_storage(
+        spec, [group.num_blocks for group in groups], kv, device, num_rings=2 * MAX_RUNNING
+    )
+    key = cache_key(model_id=str(path), rope=repr(spec.ropes), kv_dtypes=[kv.name] * len(groups))
     core = Engine(
         ModelRunner(decoder, storage, vocab_size=spec.vocab_size, block_size=BLOCK_SIZE, device=device),
         tokenizer,
-        pools,
+        KVManager(groups, BLOCK_SIZE, cache_key=key),
         context_length=context,
         vocab_size=spec.vocab_size,
         rope_switch_length=spec.rope_switch_length,
-        make_decoder=lambda request: StreamDecoder(tokenizer, continues_text=request.continues_text),
+        make_decoder=lambda request: StreamDecoder(
+            tokenizer,
+            # A constraint is about the answer's whole text, its first space included.
+            continues_text=request.continues_text or request.constraint is not None,
+        ),
         recorder=StatsRecorder(
             weight_bytes=decoder.weight_bytes,
-            kv_bytes=kv_bytes(spec, context, kv, PREFILL_CHUNK),
+            kv_bytes=sum(pages.nbytes for pages in storage),
             device=device,
             kernel_backend="torch",
         ),

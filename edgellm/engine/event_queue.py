@@ -22,6 +22,7 @@ def merge(first: TokenEvent, second: TokenEvent) -> TokenEvent | None:
         token_ids=first.token_ids + second.token_ids,
         text=first.text + second.text,
         logprobs=first.logprobs + second.logprobs,
+        prompt_logprobs=first.prompt_logprobs + second.prompt_logprobs,
         queue_position=first.queue_position if second.queue_position is None else second.queue_position,
         prefill_done=first.prefill_done if second.prefill_done is None else second.prefill_done,
         notice=first.notice or second.notice,

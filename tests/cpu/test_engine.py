@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from edgellm.cache.kv_storage import allocate_storage, kv_bytes, kv_type, largest_context, make_pools
+from edgellm.cache.kv_storage import allocate_storage, group_layouts, kv_bytes, kv_type, largest_context
 from edgellm.contracts import FinishReason, GenerationRequest, PlannedSequence, SamplingParams
 from edgellm.runner.batch_builder import build_batch
 from edgellm_models.errors import BadInputError
@@ -290,8 +290,8 @@ def test_cache_sizes_are_the_worked_numbers() -> None:
 
 def test_storage_is_what_was_planned() -> None:
     spec = spec_of([32, None, 32], 2, 16, 1024)
-    pools = make_pools(spec, 200, 64, 16)
-    storage = allocate_storage(spec, [p.num_blocks for p in pools], kv_type("f16"))
+    groups = group_layouts(spec, 200, 64, 16)
+    storage = allocate_storage(spec, [g.num_blocks for g in groups], kv_type("f16"))
     assert sum(s.nbytes for s in storage) == kv_bytes(spec, 200, kv_type("f16"), 64)
     assert [tuple(s.keys.shape) for s in storage] == [(2, 7, 16, 2, 16), (1, 13, 16, 2, 16)]
     with pytest.raises(BadInputError, match="int3"):
