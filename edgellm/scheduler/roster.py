@@ -123,14 +123,14 @@ class Roster:
 
     # --- KV ---
 
-    def open(self, sequence: Sequence, conversation_id: str | None) -> None:
+    def open(self, sequence: Sequence) -> None:
         """Takes the blocks that the prefix cache holds for a sequence."""
         sequence.rope_is_short = self.is_short(sequence)
         sequence.computed = self.kv.open(
             sequence.sequence_id,
             sequence.token_ids,
             salt=kv_salt(sequence),
-            conversation_id=conversation_id,
+            conversation_id=sequence.conversation_id,
         )
         sequence.has_kv = True
 
@@ -235,6 +235,6 @@ class Roster:
             return
         assert self.rope_switch_length is not None
         self.release(sequence)
-        self.open(sequence, sequence.conversation_id)
+        self.open(sequence)
         self._preempted.append(sequence.sequence_id)
         self.tell(sequence, wording.rope_switched(self.rope_switch_length, sequence.total))

@@ -43,7 +43,7 @@ class _Step:
     held: set[int] = field(default_factory=set)
     """Ids that give way as soon as nothing of theirs is in flight, and do not run before."""
     again: bool = False
-    """A sequence was given up or lost its host blocks: where nothing else runs, what waits may run now."""
+    """A sequence was given up: where nothing else runs, what waits behind it may run now."""
     crowded: bool = False
     """Blocks were short: nobody is admitted any more and drafts get no block."""
 
@@ -351,7 +351,7 @@ class Scheduler:
         alone = not self._roster.running
         if sequence.on_host:
             return self._restore(sequence, step, now, alone)
-        self._roster.open(sequence, None)
+        self._roster.open(sequence)
         end = self._chunk_end(sequence, step)
         worst = end if alone else end + self._lookahead
         if sequence.preempted_at is not None and not alone:
@@ -360,9 +360,6 @@ class Scheduler:
             self._roster.release(sequence)
             self._turn_away(sequence, end, step, alone=alone)
             return False
-        if sequence.conversation_id is not None:  # not before: a look at the cache is no turn
-            self._kv.free(sequence.sequence_id)
-            self._roster.open(sequence, sequence.conversation_id)
         self._roster.start(sequence, now)
         self._roster.fork_children(sequence)
         end = self._chunk_end(sequence, step)
@@ -377,9 +374,7 @@ class Scheduler:
             for pool in self._kv.pools
         )
         if not (roomy or alone) or not self._roster.restore(sequence):
-            if alone:  # it will not fit better than now: compute it again, with what the prefix cache holds
-                self._roster.release(sequence)
-                step.again = True
+            self._turn_away(sequence, sequence.total, step, alone=alone)
             return False
         self._roster.start(sequence, now)
         self._roster.fork_children(sequence)

@@ -103,6 +103,33 @@ def test_offload_comes_before_recompute_and_costs_no_tokens() -> None:
     assert rows[400] == needed < rows[0]
 
 
+def test_what_cannot_come_back_from_the_host_fails_and_holds_nothing() -> None:
+    """Somebody outside of the scheduler has taken the blocks meanwhile."""
+    schedule = Schedule(Setup(num_blocks=12, block_size=4, host_blocks=12))
+    first, second = schedule.add(prompt(8, 1), 30), schedule.add(prompt(9, 2), 30)
+    while not schedule.notices_of("preempted"):
+        schedule.step()
+    assert schedule.sequences[second].on_host
+    schedule.scheduler.cancel(first)
+    schedule.kv.open(99, prompt(40, 9))
+    assert schedule.kv.grow(99, 40) == []
+    while schedule.step():
+        pass
+    assert set(schedule.errors) == {second} and not schedule.scheduler.has_work()
+    schedule.kv.free(99)
+    schedule.assert_all_free()
+
+
+def test_who_resumes_has_room_to_stay() -> None:
+    """Without a margin the same crowd preempts 243 times and runs 3.5 times the rows that it needs."""
+    setup = Setup(num_blocks=-(-DEMAND // 10), max_running=12, prefix_cache=False)
+    schedule, ids = crowd(setup)
+    schedule.run()
+    assert_as_alone(schedule, ids)
+    assert len(schedule.notices_of("preempted")) < 30
+    assert schedule.runner.rows < 2 * sum(length + answer - 1 for length, answer in CROWD)
+
+
 def test_nothing_is_sampled_twice() -> None:
     """Each answer token is drawn in exactly one step, however often its sequence was preempted."""
     schedule, ids = crowd(Setup(num_blocks=20, max_running=12))
@@ -168,6 +195,54 @@ def test_a_blocked_prompt_is_not_passed_by_those_behind_it() -> None:
     assert schedule.notices_of("queued_for_blocks")[0][0] == big
     started = [start.sequence_id for plan in schedule.plans for start in plan.started]
     assert started[1] == big and set(started[2:]) == set(small)
+
+
+@pytest.mark.parametrize("lookahead", [4, 8])
+def test_a_prompt_is_admitted_with_room_for_a_draft(lookahead: int) -> None:
+    """Eight blocks, three in use, four for the prompt: a draft of 4 tokens still fits, one of 8 does not."""
+    schedule = Schedule(Setup(num_blocks=8, block_size=4, lookahead=lookahead))
+    schedule.add(prompt(8, 1), 4)
+    schedule.step()
+    waiting = schedule.add(prompt(16, 2), 2)
+    schedule.step()
+    assert [s for s, _ in schedule.notices_of("queued_for_blocks")] == ([waiting] if lookahead == 8 else [])
+    schedule.run()
+
+
+def test_drafts_take_no_block_while_somebody_waits_for_blocks() -> None:
+    schedule = Schedule(Setup(num_blocks=8, block_size=4, lookahead=6, accept=0))
+    stream = schedule.add(prompt(8, 1), 20, draft_limit=6)
+    schedule.step()
+    waiting = schedule.add(prompt(20, 2), 2)
+    schedule.step()
+    drafted = 0
+    while waiting not in {s.sequence_id for s in schedule.plans[-1].sequences}:
+        for s in schedule.plans[-1].sequences:
+            end = s.start_position + 1
+            assert s.sequence_id == stream and -(-(end + s.draft_limit) // 4) == -(-end // 4)
+            drafted += s.draft_limit
+        schedule.step()
+    assert drafted, "what the last block holds costs nobody anything"
+    schedule.run()
+
+
+def test_a_look_at_the_cache_while_waiting_is_no_turn_of_the_conversation() -> None:
+    """A turn that waits until its conversation's blocks are given away still says how much it lost."""
+    schedule = Schedule(Setup(num_blocks=12, block_size=4))
+    first = schedule.add(prompt(16, 1), 5, conversation_id="talk")
+    schedule.run()
+    schedule.add(prompt(4, 2), 40)
+    for _ in range(20):
+        schedule.step()
+    turn = prompt(16, 1) + schedule.answers[first] + prompt(8, 3)
+    second = schedule.add(turn, 2, conversation_id="talk")
+    while not schedule.sequences[second].has_kv:
+        assert schedule.step()
+    assert schedule.notices_of("queued_for_blocks")
+    assert schedule.sequences[second].cached_tokens < 20
+    divergence = schedule.kv.divergence(second)
+    assert divergence is not None and divergence.previous_length == 20
+    schedule.run()
 
 
 @pytest.mark.parametrize("depth", [0, 1])
