@@ -8,11 +8,23 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgellm.cli.main import EdgeCommand
-from edgellm.cli.options import engine_options, json_option, option, sampling_options
+from edgellm.cli.options import (
+    constraint_options,
+    engine_options,
+    json_option,
+    option,
+    sampling_options,
+)
 
 if TYPE_CHECKING:
     from edgellm.cli.runtime import Runtime
-    from edgellm.contracts import GenerationRequest, SamplingParams, TokenEvent, TokenLogprob
+    from edgellm.contracts import (
+        ConstraintSpec,
+        GenerationRequest,
+        SamplingParams,
+        TokenEvent,
+        TokenLogprob,
+    )
     from edgellm_models.errors import Notice
 
 MAX_STDIN_BYTES = 64 << 20
@@ -31,6 +43,14 @@ DEFAULT_MAX_TOKENS = 256
 @click.argument("words", metavar="[MODEL] PROMPT", nargs=-1)
 @engine_options
 @sampling_options
+@constraint_options
+@option(
+    "--beams",
+    metavar="K",
+    type=int,
+    default=None,
+    help="Search with K beams for the most likely text as a whole.",
+)
 @option(
     "--logit-bias",
     "logit_biases",
@@ -46,6 +66,9 @@ DEFAULT_MAX_TOKENS = 256
 @json_option
 def command(
     words: tuple[str, ...],
+    schema: str | None,
+    grammar: str | None,
+    beams: int | None,
     logit_biases: tuple[str, ...],
     logprobs: int | None,
     ignore_eos: bool,
@@ -57,9 +80,12 @@ def command(
 
     Greedy and at most 256 tokens unless told otherwise. Without PROMPT, piped standard input is the prompt,
     without its last line feed. One word alone is the PROMPT, unless it names a model and the prompt is piped.
+    With --beams the text comes as a whole at the end.
     """
     from dataclasses import replace
 
+    from edgellm.cli.beams import refuse_with_beams, run_beams, unused_settings
+    from edgellm.cli.constraint_files import read_constraint
     from edgellm.cli.model_access import local_model
     from edgellm.cli.options import resolve_settings
     from edgellm.cli.output import current_output
@@ -72,6 +98,11 @@ def command(
     sampling = replace(
         resolved.sampling_params(base), logit_bias=parse_biases(logit_biases), ignore_eos=ignore_eos
     )
+    if beams is not None:
+        refuse_with_beams(
+            settings, schema=schema, grammar=grammar, logit_bias=logit_biases, logprobs=logprobs
+        )
+    constraint = read_constraint(schema, grammar)
     if prompt is None:
         prompt = read_stdin()
     output = current_output()
@@ -85,9 +116,14 @@ def command(
 
     runtime = load_runtime(resolved, path, found.name, show)
     try:
-        request = make_request(runtime, prompt, sampling, logprobs, no_special)
+        request = make_request(runtime, prompt, sampling, logprobs, no_special, constraint)
         result = Completion(as_json)
-        run(runtime, request, result)
+        if beams is None:
+            run(runtime, request, result)
+        else:
+            unused = unused_settings(sampling)
+            result.notices += [unused] if unused is not None else []
+            run_beams(runtime, request, beams, result)
         if result.reached_limit and resolved.max_tokens is None:
             detail = f"the answer was cut at {DEFAULT_MAX_TOKENS} tokens; --max-tokens N allows more"
             result.notices.append(Notice("max_tokens", detail))
@@ -172,7 +208,12 @@ def parse_biases(texts: tuple[str, ...]) -> dict[int, float]:
 
 
 def make_request(
-    runtime: Runtime, prompt: str, sampling: SamplingParams, logprobs: int | None, no_special: bool
+    runtime: Runtime,
+    prompt: str,
+    sampling: SamplingParams,
+    logprobs: int | None,
+    no_special: bool,
+    constraint: ConstraintSpec | None = None,
 ) -> GenerationRequest:
     """The prompt as ids. An empty one is a lone BOS where the model has one; otherwise the engine refuses
     it.
@@ -183,7 +224,9 @@ def make_request(
     ids = tokenizer.encode(prompt, add_special=not no_special, parse_special=not no_special)
     if not ids and tokenizer.bos_id is not None and not no_special:
         ids = [tokenizer.bos_id]
-    return GenerationRequest("complete", tuple(ids), sampling, logprobs=logprobs, continues_text=True)
+    return GenerationRequest(
+        "complete", tuple(ids), sampling, logprobs=logprobs, constraint=constraint, continues_text=True
+    )
 
 
 # --- the run ---
@@ -203,6 +246,8 @@ class Completion:
         self.logprobs: list[TokenLogprob] = []
         self.notices: list[Notice] = []
         self.last: TokenEvent | None = None
+        self.score: float | None = None
+        """Mean log-probability of the tokens, of a beam search."""
         self.interrupted = False
 
     def add(self, event: TokenEvent) -> None:
@@ -310,4 +355,6 @@ def json_result(runtime: Runtime, request: GenerationRequest, result: Completion
     }
     if request.logprobs is not None:
         found["logprobs"] = result.logprobs
+    if result.score is not None:
+        found["score"] = result.score
     return found
