@@ -77,7 +77,6 @@ class Roster:
         del self.waiting[sequence.sequence_id]
         self.running[sequence.sequence_id] = sequence
         sequence.told_blocked = False
-        sequence.fork_parent = None  # with KV of its own it is nobody's child any more
         if sequence.preempted_at is not None:
             waited = now - sequence.preempted_at
             self.tell(sequence, wording.resumed(waited, sequence.computed, sequence.remaining - 1))
@@ -181,7 +180,7 @@ class Roster:
             self.kv.free(child.sequence_id)
             return False
         child.has_kv = True
-        child.fork_parent = None
+        child.fork_parent = None  # it has KV of its own: preempted, it waits for itself
         child.computed = child.cached_tokens = shared
         child.rope_is_short = parent.rope_is_short
         self.waiting.pop(child.sequence_id, None)

@@ -253,11 +253,13 @@ def test_drafts_change_the_number_of_steps_only(depth: int, accept: int) -> None
     assert max(drafted) == 3
 
 
-def test_drafts_give_way_before_anybody_is_preempted() -> None:
+@pytest.mark.parametrize("wanted", [(6, 6), (0, 6), (6, 0)])
+def test_drafts_give_way_before_anybody_is_preempted(wanted: tuple[int, int]) -> None:
     """The demand fits without drafts and not with them: nobody is preempted, and drafts shrink."""
     tight = Setup(num_blocks=12, block_size=2, max_running=2, lookahead=6, accept=0)
     schedule = Schedule(tight)
-    ids = [schedule.add(prompt(2, i), 11, draft_limit=6) for i in range(2)]  # 13 tokens, 12 with KV: 6 blocks
+    # 13 tokens each, 12 with KV: six blocks.
+    ids = [schedule.add(prompt(2, i), 11, draft_limit=limit) for i, limit in enumerate(wanted)]
     schedule.run()
     assert not schedule.notices_of("preempted")
     limits = [s.draft_limit for plan in schedule.plans for s in plan.sequences if not s.is_prefill]
@@ -336,9 +338,22 @@ def test_a_running_sequence_can_be_forked_where_it_is() -> None:
     child = schedule.make(forked, 12, sample=1)
     schedule.enter(child)
     assert schedule.scheduler.fork(parent, child)
+    gone = schedule.make(forked, 12, sample=2)
+    assert schedule.scheduler.fork(parent, gone)
+    schedule.scheduler.cancel(gone.sequence_id)
     schedule.run()
+    assert [pair for plan in schedule.plans for pair in plan.forked] == [(parent, child.sequence_id)]
     assert schedule.answers[parent] == answer_alone(prompt(6), 12)
     assert schedule.answers[child.sequence_id] == answer_alone(forked, 12, 1)
+
+
+def test_a_fork_shares_no_kv_of_the_ropes_other_scaling() -> None:
+    schedule = Schedule(Setup(rope_switch_length=8))
+    parent = schedule.add(prompt(6), 12)
+    schedule.step()
+    tokens = [*prompt(6), 1, 2, 3]
+    assert not schedule.scheduler.fork(parent, schedule.make(tokens, 4))
+    assert schedule.scheduler.fork(parent, schedule.make(tokens[:7], 4))
 
 
 # --- rope restart, scored prompts, errors ------------------------------------------------------------------

@@ -165,6 +165,21 @@ def test_the_newest_gives_way_among_equals_and_a_stream_never_pauses_for_it() ->
 
 
 @pytest.mark.parametrize("depth", [0, 1])
+def test_a_prefill_takes_the_blocks_of_a_decode_that_ranks_below(depth: int) -> None:
+    """The decode has its token first in every step, yet it is the one to give way."""
+    schedule = Schedule(Setup(num_blocks=8, block_size=4, prefill_chunk=8, depth=depth))
+    batch = schedule.add(prompt(4, 1), 26, priority=10)
+    while len(schedule.answers[batch]) < 9:
+        schedule.step()
+    chat = schedule.add(prompt(24, 2), 2)
+    added = len(schedule.plans)
+    schedule.run()
+    assert {s for s, _ in schedule.notices_of("preempted")} == {batch}
+    assert schedule.finished_at[chat] - added <= 3 + 1 + 2 * (1 + depth)
+    assert schedule.answers[batch] == answer_alone(prompt(4, 1), 26)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
 def test_waiting_for_blocks_is_said_once(depth: int) -> None:
     schedule = Schedule(Setup(num_blocks=10, depth=depth))
     schedule.add(prompt(16, 1), 20)

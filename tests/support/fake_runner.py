@@ -225,4 +225,6 @@ class PagedFakeRunner:
             return ()
         prompt = state.start.prompt_token_ids
         first = planned.start_position + 1
-        return tuple(TokenLogprob(t, 0.0) for t in prompt[first : first + len(planned.token_ids)])
+        scored = prompt[first : first + len(planned.token_ids)]
+        assert scored, "logits of prompt tokens are wanted where there are none"
+        return tuple(TokenLogprob(t, 0.0) for t in scored)
