@@ -27,6 +27,9 @@ them for ever."""
 _PLAIN_WORDS = {"NoExtensionBias": "nothing can come next", "NoExtension": "nothing can come next"}
 """llguidance's names of how a parser stopped, for a person."""
 
+_LONG_WORD = re.compile(r"(\S{60})\S{20,}")
+"""A stretch of the grammar itself, which messages quote up to three times."""
+
 _GBNF_RULE = re.compile(r"(?m)^[ \t]*[A-Za-z][A-Za-z0-9_-]*[ \t]*::=")
 
 
@@ -71,8 +74,11 @@ def bad_constraint(spec: ConstraintSpec, message: str) -> BadInputError:
 def one_line(message: str) -> str:
     """llguidance's words without its dump of the parser, in one line of bounded length."""
     words = " ".join(message.partition("<state>")[0].replace("<non-verbose/>", "").split())
-    words = _PLAIN_WORDS.get(words, words)
-    return words if len(words) <= MAX_MESSAGE_CHARS else words[:MAX_MESSAGE_CHARS] + "..."
+    words = _LONG_WORD.sub(r"\1...", _PLAIN_WORDS.get(words, words))
+    if len(words) <= MAX_MESSAGE_CHARS:
+        return words
+    # The place comes first and the cause last; between them may be the whole grammar.
+    return f"{words[: MAX_MESSAGE_CHARS // 2]} ... {words[-MAX_MESSAGE_CHARS // 2 :]}"
 
 
 def _read_schema(text: str) -> dict[str, Any]:
