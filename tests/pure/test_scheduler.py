@@ -258,13 +258,14 @@ def test_drafts_give_way_before_anybody_is_preempted(wanted: tuple[int, int]) ->
     """The demand fits without drafts and not with them: nobody is preempted, and drafts shrink."""
     tight = Setup(num_blocks=12, block_size=2, max_running=2, lookahead=6, accept=0)
     schedule = Schedule(tight)
-    # 13 tokens each, 12 with KV: six blocks.
-    ids = [schedule.add(prompt(2, i), 11, draft_limit=limit) for i, limit in enumerate(wanted)]
+    # The first has 12 tokens with KV at the end: six blocks, and the other as many by then.
+    answers = (11, 21)
+    ids = [schedule.add(prompt(2, i), answers[i], draft_limit=wanted[i]) for i in range(2)]
     schedule.run()
     assert not schedule.notices_of("preempted")
     limits = [s.draft_limit for plan in schedule.plans for s in plan.sequences if not s.is_prefill]
     assert 0 in limits and max(limits) > 1
-    assert all(schedule.answers[s] == answer_alone(prompt(2, i), 11) for i, s in enumerate(ids))
+    assert all(schedule.answers[s] == answer_alone(prompt(2, i), answers[i]) for i, s in enumerate(ids))
 
 
 def test_drafts_get_what_prefills_leave_of_the_budget() -> None:

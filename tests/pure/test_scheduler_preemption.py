@@ -167,16 +167,16 @@ def test_the_newest_gives_way_among_equals_and_a_stream_never_pauses_for_it() ->
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_prefill_takes_the_blocks_of_a_decode_that_ranks_below(depth: int) -> None:
     """The decode has its token first in every step, yet it is the one to give way."""
-    schedule = Schedule(Setup(num_blocks=8, block_size=4, prefill_chunk=8, depth=depth))
-    batch = schedule.add(prompt(4, 1), 26, priority=10)
-    while len(schedule.answers[batch]) < 9:
+    schedule = Schedule(Setup(num_blocks=8, block_size=16, prefill_chunk=32, depth=depth))
+    batch = schedule.add(prompt(16, 1), 100, priority=10)
+    while len(schedule.answers[batch]) < 34:  # it needs no further block for 14 steps
         schedule.step()
-    chat = schedule.add(prompt(24, 2), 2)
+    chat = schedule.add(prompt(96, 2), 2)
     added = len(schedule.plans)
     schedule.run()
     assert {s for s, _ in schedule.notices_of("preempted")} == {batch}
     assert schedule.finished_at[chat] - added <= 3 + 1 + 2 * (1 + depth)
-    assert schedule.answers[batch] == answer_alone(prompt(4, 1), 26)
+    assert schedule.answers[batch] == answer_alone(prompt(16, 1), 100)
 
 
 @pytest.mark.parametrize("depth", [0, 1])
