@@ -6,6 +6,7 @@ them cost one gather and a few batched products per layer instead of sixteen of 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 
@@ -15,8 +16,10 @@ from edgellm_kernels.batch import TAIL_POSITIONS, ForwardBatch, GroupTables
 
 MAX_BATCHED_QUERIES = 16
 """Query rows per sequence up to which sequences are joined; beyond, one sequence fills the products alone."""
-MAX_BATCH_ELEMENTS = 1 << 21
-"""Key elements that a joined batch gathers, padding included (8 MiB as f32)."""
+MAX_BATCH_ELEMENTS = 1 << 19
+"""Key elements that a joined batch gathers, padding included (2 MiB as f32: they are still in the cache when
+they are multiplied).
+"""
 
 
 @dataclass(frozen=True)
@@ -86,10 +89,25 @@ class JoinedRows:
     """[sequences * blocks] int64"""
     hidden: torch.Tensor
     """[sequences, queries, slots + extra] bool: what a query does not see."""
-    empty: torch.Tensor | None
-    """[sequences, slots + extra] bool: slots that hold nothing of the sequence, perhaps NaN."""
+    empty_slots: torch.Tensor | None
+    """int64 indices into [sequences * (slots + extra)]: slots behind the newest key, perhaps NaN."""
     staged_rows: torch.Tensor | None
     """[sequences * extra] int64"""
+
+
+class Scratch:
+    """Two buffers for all layers of a forward pass: fresh memory would cost more than the copy into it."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[int, torch.Tensor] = {}
+
+    def take(self, index: int, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        """f32, uninitialized, valid until the same index is taken again."""
+        size = math.prod(shape)
+        buffer = self._buffers.get(index)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[index] = torch.empty(size, dtype=torch.float32, device=device)
+        return buffer[:size].view(shape)
 
 
 @dataclass(frozen=True)
@@ -98,6 +116,7 @@ class TorchAttentionPlan:
 
     sequences: tuple[PlannedRows, ...]
     block_size: int
+    scratch: Scratch = field(default_factory=Scratch, repr=False)
     _split: dict[tuple[int | None, int], tuple[list[JoinedRows], list[PlannedRows]]] = field(
         default_factory=dict, repr=False
     )
@@ -213,8 +232,8 @@ def _join(members: list[PlannedRows], blocks: int, window: int | None, size: int
     starts: list[list[int]] = []
     extra_positions: list[list[int]] = []
     extra_rows: list[list[int]] = []
-    for member in members:
-        first, end = member.block_range(window, size, member.lowest, member.highest)
+    ranges = [m.block_range(window, size, m.lowest, m.highest) for m in members]
+    for member, (first, end) in zip(members, ranges, strict=True):
         padding = blocks - (end - first)
         ids.append(member.ids[first:end] + [member.ids[first]] * padding)
         # Padding starts behind every key, so that it is hidden and empty like any slot without one.
@@ -246,7 +265,12 @@ def _join(members: list[PlannedRows], blocks: int, window: int | None, size: int
         staged_keys = torch.tensor(positions_table, device=device)
         hidden_extra = hidden_keys(staged_keys, queries, window) | ~unquantized(staged_keys, queries, spans)
         hidden = torch.cat((hidden, hidden_extra), dim=2)
-        empty = torch.cat((empty, torch.zeros_like(staged_keys, dtype=torch.bool)), dim=1)
+    # Padding repeats a block that is full, unless it is the only one.
+    unwritten = empty & (start_table < lengths[:, None]).repeat_interleave(size, dim=1)
+    only = [end - first == 1 for first, end in ranges]
+    unwritten |= empty & torch.tensor(only, device=device)[:, None]
+    places = unwritten.nonzero()
+    empty_slots = (places[:, 0] * hidden.shape[2] + places[:, 1]) if len(places) else None
     rows = [row for m in members for row in range(m.first_row, m.last_row)]
     return JoinedRows(
         torch.tensor(rows, device=device),
@@ -254,7 +278,7 @@ def _join(members: list[PlannedRows], blocks: int, window: int | None, size: int
         members[0].last_row - members[0].first_row,
         torch.tensor(ids, device=device).flatten(),
         hidden,
-        empty if bool(empty.any()) else None,
+        empty_slots,
         staged_rows,
     )
 

@@ -11,13 +11,14 @@ import torch
 from edgellm_kernels.attention_plan_torch import (
     JoinedRows,
     PlannedRows,
+    Scratch,
     TorchAttentionPlan,
     hidden_keys,
     plan_attention,
     unquantized,
 )
 from edgellm_kernels.batch import ForwardBatch, GroupTables, KVStorage
-from edgellm_kernels.kv_store_torch import hadamard, read_blocks
+from edgellm_kernels.kv_store_torch import hadamard, read_blocks, read_blocks_into
 from edgellm_kernels.linear_torch import soft_cap
 from edgellm_kernels.operands import HeadShape, Prepared
 
@@ -162,7 +163,13 @@ def _staged_rows(kv: KVStorage, rows: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def _attend_joined(
-    q: torch.Tensor, kv: KVStorage, layer: int, joined: JoinedRows, shape: HeadShape, softcap: float | None
+    q: torch.Tensor,
+    kv: KVStorage,
+    layer: int,
+    joined: JoinedRows,
+    scratch: Scratch,
+    shape: HeadShape,
+    softcap: float | None,
 ) -> torch.Tensor:
     """Attention of several sequences with equally many queries.
 
@@ -171,15 +178,19 @@ def _attend_joined(
     sequences, queries = joined.sequences, joined.queries
     group = shape.num_heads // shape.num_kv_heads
     keys, values = _layer_pages(kv, layer)
-    # [sequences, slots, kv_heads, dim]
-    k = read_blocks(*keys, joined.block_ids).view(sequences, -1, shape.num_kv_heads, shape.k_dim)
-    v = read_blocks(*values, joined.block_ids).view(sequences, -1, shape.num_kv_heads, shape.v_dim)
+    # [sequences, slots + extra, kv_heads, dim]
+    num_keys = joined.hidden.shape[2]
+    k = scratch.take(0, (sequences, num_keys, shape.num_kv_heads, shape.k_dim), q.device)
+    v = scratch.take(1, (sequences, num_keys, shape.num_kv_heads, shape.v_dim), q.device)
+    slots = len(joined.block_ids) // sequences * kv.block_size
+    read_blocks_into(*keys, joined.block_ids, k[:, :slots])
+    read_blocks_into(*values, joined.block_ids, v[:, :slots])
     if joined.staged_rows is not None:
         staged_k, staged_v = _staged_rows(kv, joined.staged_rows)
-        k = torch.cat((k, staged_k.view(sequences, -1, *k.shape[2:])), dim=1)
-        v = torch.cat((v, staged_v.view(sequences, -1, *v.shape[2:])), dim=1)
-    if joined.empty is not None:
-        v.masked_fill_(joined.empty[:, :, None, None], 0.0)  # 0 * NaN would be NaN
+        k[:, slots:] = staged_k.view(sequences, -1, *k.shape[2:])
+        v[:, slots:] = staged_v.view(sequences, -1, *v.shape[2:])
+    if joined.empty_slots is not None:
+        v.view(-1, *v.shape[2:]).index_fill_(0, joined.empty_slots, 0.0)  # 0 * NaN would be NaN
     # [kv_heads, sequences, group * queries, k_dim]
     q = q.view(sequences, queries, shape.num_kv_heads, group, shape.k_dim).permute(2, 0, 3, 1, 4)
     q = q.reshape(shape.num_kv_heads, sequences, group * queries, shape.k_dim)
@@ -224,7 +235,7 @@ def paged_attention(
         q = hadamard(q)
     joined, alone = plan.split(window, shape.num_kv_heads * max(shape.k_dim, shape.v_dim))
     for group in joined:
-        out[group.rows] = _attend_joined(q[group.rows], kv, layer, group, shape, softcap)
+        out[group.rows] = _attend_joined(q[group.rows], kv, layer, group, plan.scratch, shape, softcap)
     tile = max(1, min(_MAX_TILE_QUERIES, _SCORE_ELEMENTS // (num_heads * 256)))
     for sequence in alone:
         for start in range(sequence.first_row, sequence.last_row, tile):

@@ -66,11 +66,21 @@ def dequantize(data: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
     """Pages of any form -> f32 [.., dim], rotated where they are int4."""
     if scales is None:
         return data.float()
+    dim = data.shape[-1] * (2 if data.dtype == torch.uint8 else 1)
+    out = torch.empty((*data.shape[:-1], dim), dtype=torch.float32, device=data.device)
+    _dequantize_into(data, scales, out)
+    return out
+
+
+def _dequantize_into(data: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
     if data.dtype == torch.int8:
-        return data.float().mul_(scales.float())
-    q = torch.cat((data & 15, data >> 4), dim=-1).float().sub_(8.0)
-    groups = q.view(*q.shape[:-1], -1, INT4_GROUP)
-    return groups.mul_(scales.float()[..., None]).view(q.shape)
+        torch.mul(data, scales.float(), out=out)
+        return
+    half = data.shape[-1]
+    out[..., :half].copy_(data & 15)
+    out[..., half:].copy_(data >> 4)
+    groups = out.sub_(8.0).unflatten(-1, (-1, INT4_GROUP))
+    groups.mul_(scales.float()[..., None])
 
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, kv: KVStorage, layer: int, tables: GroupTables) -> None:
@@ -133,3 +143,17 @@ def read_blocks(
         data = pages[first:end]
         scales = None if scale_pages is None else scale_pages[first:end]
     return dequantize(data, scales)
+
+
+def read_blocks_into(
+    pages: torch.Tensor, scale_pages: torch.Tensor | None, blocks: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Blocks of a layer, those of several sequences in turn, into f32 [sequences, slots, kv_heads, dim]."""
+    if pages.dtype == torch.float32 and out.is_contiguous():
+        torch.index_select(pages, 0, blocks, out=out.view(-1, *pages.shape[1:]))
+        return
+    data = pages.index_select(0, blocks).view(*out.shape[:3], -1)
+    if scale_pages is None:
+        out.copy_(data)
+    else:
+        _dequantize_into(data, scale_pages.index_select(0, blocks).view(*out.shape[:3], -1), out)
