@@ -171,6 +171,19 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"edgellm", "edgellm_models", "edgellm_kernels", "edgellm_quantize", "edgellm_tui"},
         {"click", "torch", "numpy", "textual"},
     ),
+    # The other composition root: what a command does, for Python programs.
+    "edgellm.llm": (
+        {
+            "edgellm.contracts",
+            "edgellm.config",
+            "edgellm.locations",
+            "edgellm.chat",
+            "edgellm.cli.runtime",
+            "edgellm_models.catalog",
+            "edgellm_models.errors",
+        },
+        set(),
+    ),
     "edgellm.__main__": ({"edgellm.cli"}, set()),
     "edgellm_quantize": (
         {"edgellm_kernels", "edgellm_models"},
@@ -275,7 +288,10 @@ def test_nobody_imports_the_command_line() -> None:
     for module, path in modules():
         if is_within(module, "edgellm.cli") or module == "edgellm.__main__":
             continue
-        assert not any(is_within(name, "edgellm.cli") for name, _ in imports(path, module)), module
+        names = {name for name, _ in imports(path, module)}
+        if module == "edgellm.llm":  # puts a model together as the commands do
+            names = {name for name in names if not is_within(name, "edgellm.cli.runtime")}
+        assert not any(is_within(name, "edgellm.cli") for name in names), module
 
 
 def test_there_is_no_conftest_at_the_root() -> None:
