@@ -28,8 +28,9 @@ def prefix_lost(found: Divergence, request: GenerationRequest, tokenizer: Tokeni
         return Notice(
             "prefix_lost", f"{again}: the KV of this conversation had to make room for other requests"
         )
-    message = bisect_right(request.turn_starts, found.position)
-    place = f"token {found.position}" + (f" in message {message}" if message else "")
+    place = f"token {found.position}"
+    if request.turn_starts:  # the first message's start is not among them
+        place += f" in message {1 + bisect_right(request.turn_starts, found.position)}"
     before = tokenizer.token_text(found.previous_token)
     now = "the end" if found.token is None else repr(tokenizer.token_text(found.token))
     gone = f"; {found.evicted} unchanged ones are no longer in the cache" if found.evicted else ""

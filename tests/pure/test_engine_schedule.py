@@ -194,7 +194,7 @@ def test_a_changed_history_is_said_with_message_and_tokens() -> None:
     engine.submit(request("a", history, 1, conversation_id="c"))
     drain(engine)
     changed = [1] * 8 + [2] * 4 + [65] * 4 + [3] * 8
-    engine.submit(request("b", changed, 1, conversation_id="c", turn_starts=(0, 8, 16)))
+    engine.submit(request("b", changed, 1, conversation_id="c", turn_starts=(8, 16)))
     events = drain(engine)
     [notice] = [e.notice for e in events if e.notice]
     assert notice.kind == "prefix_lost" and cached(events, "b") == 12
