@@ -79,7 +79,8 @@ def _dequantize_into(data: torch.Tensor, scales: torch.Tensor, out: torch.Tensor
     half = data.shape[-1]
     out[..., :half].copy_(data & 15)
     out[..., half:].copy_(data >> 4)
-    groups = out.sub_(8.0).unflatten(-1, (-1, INT4_GROUP))
+    # A view even of a part of a buffer: only the last dim is split.
+    groups = out.sub_(8.0).view(*out.shape[:-1], -1, INT4_GROUP)
     groups.mul_(scales.float()[..., None])
 
 
