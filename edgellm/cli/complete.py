@@ -38,6 +38,7 @@ DEFAULT_MAX_TOKENS = 256
         'edgellm complete "The capital of France is"',
         'edgellm complete gemma3-270m "Once upon a time" --max-tokens 64',
         "edgellm complete -m smollm2-135m --json < prompt.txt",
+        "edgellm complete smollm2-135m --input prompts.jsonl --output answers.jsonl",
     ),
 )
 @click.argument("words", metavar="[MODEL] PROMPT", nargs=-1)
@@ -61,6 +62,20 @@ DEFAULT_MAX_TOKENS = 256
 @option(
     "--logprobs", metavar="N", type=int, default=None, help="Report N alternatives per token, with --json."
 )
+@option(
+    "--input",
+    "input_path",
+    metavar="FILE",
+    default=None,
+    help='Answer every line of a JSONL file, {"prompt": TEXT} each; with --output.',
+)
+@option(
+    "--output",
+    "output_path",
+    metavar="FILE",
+    default=None,
+    help="Append a line of JSON per line of --input; what is there already is kept and not run again.",
+)
 @option("--ignore-eos", is_flag=True, help="Go on behind the model's end tokens.")
 @option("--no-special", is_flag=True, help="Take control strings in the prompt as text and add no BOS.")
 @json_option
@@ -71,6 +86,8 @@ def command(
     beams: int | None,
     logit_biases: tuple[str, ...],
     logprobs: int | None,
+    input_path: str | None,
+    output_path: str | None,
     ignore_eos: bool,
     no_special: bool,
     as_json: bool,
@@ -80,10 +97,12 @@ def command(
 
     Greedy and at most 256 tokens unless told otherwise. Without PROMPT, piped standard input is the prompt,
     without its last line feed. One word alone is the PROMPT, unless it names a model and the prompt is piped.
-    With --beams the text comes as a whole at the end.
+    With --beams the text comes as a whole at the end. With --input and --output there is no PROMPT: many
+    lines run at once, results keep their order, a broken line fails alone, and a stopped run can go on.
     """
     from dataclasses import replace
 
+    from edgellm.cli.batch import BatchSettings, batch_files, report_batch, run_batch
     from edgellm.cli.beams import refuse_with_beams, run_beams, unused_settings
     from edgellm.cli.constraint_files import read_constraint
     from edgellm.cli.model_access import local_model
@@ -92,7 +111,13 @@ def command(
     from edgellm.contracts import SamplingParams
     from edgellm_models.errors import Notice
 
-    model, prompt = split_words(words, model_named=settings.get("model") is not None)
+    files = batch_files(input_path, output_path, words, settings, beams=beams, as_json=as_json)
+    model: str | None
+    prompt: str | None
+    if files is not None:
+        model, prompt = (words[0] if words else None), ""
+    else:
+        model, prompt = split_words(words, model_named=settings.get("model") is not None)
     resolved = resolve_settings(settings, model=model)
     base = SamplingParams(temperature=0.0, max_new_tokens=DEFAULT_MAX_TOKENS)
     sampling = replace(
@@ -116,6 +141,9 @@ def command(
 
     runtime = load_runtime(resolved, path, found.name, show)
     try:
+        if files is not None:
+            batch = BatchSettings(sampling, logprobs, no_special, constraint)
+            return report_batch(run_batch(runtime, *files, batch, output), output)
         request = make_request(runtime, prompt, sampling, logprobs, no_special, constraint)
         result = Completion(as_json)
         if beams is None:
