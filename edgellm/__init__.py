@@ -8,18 +8,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from edgellm.config import EngineConfig as EngineConfig
     from edgellm.contracts import ChatMessage as ChatMessage
+    from edgellm.contracts import ConstraintSpec as ConstraintSpec
     from edgellm.contracts import FinishReason as FinishReason
     from edgellm.contracts import GenerationRequest as GenerationRequest
     from edgellm.contracts import SamplingParams as SamplingParams
     from edgellm.contracts import TokenEvent as TokenEvent
     from edgellm.engine.async_engine import AsyncEngine as AsyncEngine
     from edgellm.engine.engine import Engine as Engine
+    from edgellm.llm import LLM as LLM
     from edgellm_models.errors import EdgeLLMError as EdgeLLMError
     from edgellm_models.errors import Notice as Notice
 
 _HOMES = {
+    "LLM": "edgellm.llm",
     "AsyncEngine": "edgellm.engine.async_engine",
     "ChatMessage": "edgellm.contracts",
+    "ConstraintSpec": "edgellm.contracts",
     "EdgeLLMError": "edgellm_models.errors",
     "Engine": "edgellm.engine.engine",
     "EngineConfig": "edgellm.config",

@@ -79,10 +79,10 @@ SETTINGS = (
     Setting(
         "kv_dtype",
         "choice",
-        "Element type of the KV cache.",
+        "Element type of the KV cache; auto is f32 on the CPU while the context asked for fits.",
         "auto",
-        ("auto", "f32", "bf16", "f16"),
-        ("fp8", "int8", "int4"),
+        ("auto", "f32", "bf16", "f16", "int8", "int4"),
+        ("fp8",),
     ),
     Setting(
         "kv_policy",

@@ -23,9 +23,9 @@ PENDING = -1
 class SamplingParams:
     """How the next token is chosen.
 
-    Applied in this order: repetition, presence and frequency penalties, logit bias, temperature, top-k,
-    typical-p, top-p, min-p. The token that crosses a probability limit stays, at least one stays, equal
-    logits rank by id.
+    Applied in this order: repetition, presence and frequency penalties, logit bias, the constraint's mask,
+    temperature, top-k, typical-p, top-p, min-p. The token that crosses a probability limit stays, at least
+    one stays, equal logits rank by id.
     """
 
     temperature: float = 1.0
@@ -103,6 +103,26 @@ class Task(enum.Enum):
     EMBED = "embed"
 
 
+class ConstraintKind(enum.Enum):
+    """In which language a constraint is written."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    """Rust's regex syntax, anchored at both ends."""
+    LARK = "lark"
+    """llguidance's dialect of Lark; the rule ``start`` is the answer."""
+    GBNF = "gbnf"
+    """llama.cpp's grammars; the rule ``root`` is the answer."""
+
+
+@dataclass(frozen=True)
+class ConstraintSpec:
+    """What an answer's text must be, as its author wrote it; ``constraint/`` compiles it for a vocabulary."""
+
+    kind: ConstraintKind
+    text: str
+
+
 @dataclass(frozen=True)
 class GenerationRequest:
     """One prompt as token ids and everything that decides its answer."""
@@ -114,8 +134,9 @@ class GenerationRequest:
     logprobs: int | None = None
     """How many alternatives to report per answer token; None is off, 0 only the chosen one."""
     prompt_logprobs: int | None = None
-    constraint: str | None = None
-    """A grammar in the form that ``constraint/`` reads."""
+    """The same for the prompt's tokens, the first excepted: nothing comes before it."""
+    constraint: ConstraintSpec | None = None
+    """The whole answer keeps to it; complete, it ends with STOP. Cut by a limit it may be incomplete."""
     prediction_token_ids: tuple[int, ...] = ()
     speculate: bool = True
     kv_policy: str = "stop"
@@ -129,6 +150,8 @@ class GenerationRequest:
     """Monotonic seconds after which the request is cancelled."""
     arrival_time: float = 0.0
     """Monotonic seconds."""
+    priority: int = 0
+    """Smaller is served first: a person's chat before batch work."""
     task: Task = Task.GENERATE
     continues_text: bool = False
     """Raw completion: the answer goes on where the prompt's text ends, so that its first space is a real one.
@@ -214,6 +237,8 @@ class TokenEvent:
     text: str = ""
     """Text that became certain in this step; never half a character, never part of a stop string."""
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """Those of the prompt's tokens from the second on, in order, over the events of the prefill."""
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     timings: RequestTimings | None = None
@@ -299,7 +324,10 @@ class EngineStats:
     running: int = 0
     kv_blocks: Mapping[str, int] = field(default_factory=dict)
     """Number of blocks by state: used, shared, cached, free, evicted."""
+    kv_waste: float = 0.0
+    """1 - committed tokens / slots of the blocks in use."""
     prefix_hit_rate: float = 0.0
+    """Prompt tokens that were reused rather than computed, as a share of all since the start."""
     prefill_tokens_per_s: float = 0.0
     decode_tokens_per_s: float = 0.0
     """Committed tokens over the last second."""
@@ -364,6 +392,7 @@ class ChatBackend(Protocol):
         messages: Sequence[ChatMessage],
         sampling: SamplingParams,
         tools: Sequence[Mapping[str, Any]] = (),
+        constraint: ConstraintSpec | None = None,
     ) -> AsyncIterator[ChatEvent]:
         """Streams the answer. Closing the iterator early, or ``cancel``, stops generation within a step."""
         ...
@@ -450,6 +479,11 @@ class PlannedSequence:
     total_length: int = 0
     """Tokens of the sequence by now, those that a later step runs included: length-dependent rope scaling
     goes by it, so that every chunk of a sequence turns alike. 0 is what ends with this step."""
+    token_masks: tuple[bytes, ...] = ()
+    """Per row that draws a token, in order, which ids may be drawn: bit ``id % 8`` (1, 2, 4, ...) of byte
+    ``id // 8``; ids beyond the bytes may not. Empty where nothing is forbidden."""
+    prompt_logits: bool = False
+    """The prompt's tokens behind these tokens are scored too, as ``SequenceStart.prompt_logprobs`` asks."""
 
 
 @dataclass(frozen=True)
@@ -463,6 +497,31 @@ class SequenceStart:
     """The request's seed, or the one that was drawn for it."""
     sample: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class BlockCopy:
+    """One block's KV copied to another block of the same layer group, all layers of it."""
+
+    group: int
+    source: int
+    target: int
+    order: int = field(default=0, compare=False)
+    """The copies of one step, of blocks and of the host alike, are done in ascending order: what a copy reads
+    may be overwritten by a later one."""
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """One block's KV copied between the device and a host block of the same layer group."""
+
+    group: int
+    block: int
+    host_block: int
+    to_host: bool
+    order: int = field(default=0, compare=False)
+    """As in BlockCopy; both kinds count together."""
 
 
 @dataclass(frozen=True)
@@ -475,6 +534,14 @@ class StepPlan:
     """Sequences that the runner has not seen before."""
     ended: tuple[int, ...] = ()
     """Ids whose state the runner forgets before it runs this plan."""
+    block_copies: tuple[BlockCopy, ...] = ()
+    """Done before anything of this plan writes KV, together with ``host_copies``, in ascending order."""
+    host_copies: tuple[HostCopy, ...] = ()
+    forked: tuple[tuple[int, int], ...] = ()
+    """(parent, child): before this plan runs, the child takes over what the runner keeps of its parent's
+    recent KV outside of the blocks (int4 only)."""
+    preempted: tuple[int, ...] = ()
+    """Ids whose recent KV outside of the blocks is dropped before this plan runs; sampling goes on later."""
 
 
 @dataclass(frozen=True)
@@ -487,6 +554,9 @@ class SequenceResult:
     draft_proposed: int = 0
     draft_accepted: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """Where ``prompt_logits`` was set: of the prompt's tokens at the positions ``start_position + 1`` and on.
+    """
     embedding: tuple[float, ...] | None = None
     error: str | None = None
 

@@ -1,91 +1,221 @@
-"""Sizes and allocates the pages of the KV cache, one storage per layer group of the model."""
+"""Sizes and allocates the pages of the KV cache, one storage per layer group of the model.
+
+Which type of pages ``--kv-dtype auto`` takes is decided here too, by what fits.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from edgellm.cache.block_pool import BlockPool, blocks_for
-from edgellm_kernels.batch import KVStorage
-from edgellm_models.errors import BadInputError, ResourceError
+from edgellm.cache.block_pool import blocks_for
+from edgellm.cache.sequence_blocks import GroupLayout
+from edgellm_kernels.batch import INT4_GROUP, TAIL_POSITIONS, KVStorage, TailStorage
+from edgellm_models.errors import BadInputError, Notice, ResourceError
 from edgellm_models.network.spec import ModelSpec
 
-KV_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+KV_BITS = {"f32": 32, "f16": 16, "bf16": 16, "int8": 8, "int4": 4}
+_TORCH_DTYPES = {
+    "f32": torch.float32,
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "int8": torch.int8,
+    "int4": torch.uint8,  # two elements per byte
+}
+INT4_HEAD_DIMS = (64, 128, 256)
+"""Head sizes that the Hadamard rotation of int4 supports."""
 
 BLOCK_SIZE = 16
 """Positions per block."""
+DRAFT_SLACK = 32
+"""Rejected positions that an int4 sequence may take back without losing its unquantized tail."""
 
 
-def kv_dtype(name: str) -> torch.dtype:
-    """The torch type of a ``--kv-dtype``; auto is f32. BadInputError names what is not available."""
-    if name == "auto":
-        return torch.float32
-    if name not in KV_DTYPES:
+@dataclass(frozen=True)
+class KVType:
+    """What the pages hold, by the names of ``--kv-dtype``; K never has fewer bits than V."""
+
+    keys: str
+    values: str
+
+    def __post_init__(self) -> None:
+        if KV_BITS[self.keys] < KV_BITS[self.values]:
+            raise BadInputError(
+                f"keys of type {self.keys} beside values of type {self.values} are refused: errors in keys "
+                "cost more, so they never have fewer bits"
+            )
+
+    @property
+    def name(self) -> str:
+        return self.keys if self.keys == self.values else f"{self.keys}/{self.values}"
+
+    @property
+    def has_tail(self) -> bool:
+        """Recent positions are kept unquantized besides the pages."""
+        return "int4" in (self.keys, self.values)
+
+    def check(self, spec: ModelSpec) -> None:
+        """BadInputError for a model whose heads the type cannot hold."""
+        if self.has_tail and spec.head_dim not in INT4_HEAD_DIMS:
+            raise BadInputError(
+                f"a KV cache of type int4 needs attention heads of {', '.join(map(str, INT4_HEAD_DIMS))} "
+                f"elements; this model's have {spec.head_dim}: use int8"
+            )
+
+
+def kv_type(name: str) -> KVType:
+    """The type of a ``--kv-dtype`` other than auto. BadInputError names what is not available."""
+    if name not in KV_BITS:
         raise BadInputError(
-            f"a KV cache of type {name!r} is not available; choose one of auto, {', '.join(KV_DTYPES)}"
+            f"a KV cache of type {name!r} is not available; choose one of auto, {', '.join(KV_BITS)}"
         )
-    return KV_DTYPES[name]
+    return KVType(name, name)
 
 
-def kv_bytes_per_position(spec: ModelSpec, num_layers: int, dtype: torch.dtype) -> int:
-    """Bytes of K and V of one position in ``num_layers`` layers."""
-    return 2 * num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+def choose_kv_type(
+    name: str, spec: ModelSpec, asked_context: int | None, chunk: int, free_bytes: int | None, device: str
+) -> tuple[KVType, Notice | None]:
+    """The type in force for a ``--kv-dtype``, and the notice where auto had to step down.
 
-
-def kv_bytes(
-    spec: ModelSpec, context: int, dtype: torch.dtype, chunk: int, block_size: int = BLOCK_SIZE
-) -> int:
-    """Bytes of the whole cache for one sequence of ``context`` tokens, in whole blocks, windows freed."""
-    return sum(
-        blocks_for(context, block_size, group.window, chunk)
-        * block_size
-        * kv_bytes_per_position(spec, len(group.layers), dtype)
-        for group in spec.kv_groups
+    auto takes exact pages (f32 on the CPU, bf16 on a GPU), whichever context they leave room for, unless a
+    context was asked for: then the first of f32 (CPU only), bf16 and int8 whose cache takes at most half of
+    the free memory, and int8 where none does. int4 is never taken unasked.
+    """
+    if name != "auto":
+        chosen = kv_type(name)
+        chosen.check(spec)
+        return chosen, None
+    candidates = [kv_type(n) for n in (("f32",) if device == "cpu" else ()) + ("bf16", "int8")]
+    if asked_context is None or free_bytes is None:
+        return candidates[0], None
+    context = min(asked_context, spec.context_length)
+    sizes = [kv_bytes(spec, context, candidate, chunk) for candidate in candidates]
+    fitting = [i for i, size in enumerate(sizes) if 2 * size <= free_bytes]
+    index = fitting[0] if fitting else len(candidates) - 1
+    if index == 0:
+        return candidates[0], None
+    too_large = " and ".join(
+        f"{candidate.name} {size / 1e6:.0f} MB"
+        for candidate, size in zip(candidates[:index], sizes[:index], strict=True)
+    )
+    chosen = candidates[index]
+    return chosen, Notice(
+        "kv_dtype",
+        f"the KV cache is {chosen.name} ({sizes[index] / 1e6:.0f} MB): for {context} tokens {too_large} "
+        f"would be over half of the {free_bytes / 1e6:.0f} MB of free memory; a smaller --ctx or --kv-dtype "
+        f"{candidates[0].name} keeps it exact",
     )
 
 
-def largest_context(spec: ModelSpec, budget_bytes: int, dtype: torch.dtype, chunk: int) -> int:
+def _head_bytes(name: str, dim: int) -> int:
+    """Bytes of one head of one position, its f16 scales included."""
+    if name == "int4":
+        return dim // 2 + 2 * (dim // INT4_GROUP)
+    if name == "int8":
+        return dim + 2
+    return dim * KV_BITS[name] // 8
+
+
+def kv_bytes_per_position(spec: ModelSpec, num_layers: int, kv: KVType) -> int:
+    """Bytes of K and V of one position in the pages of ``num_layers`` layers."""
+    per_head = _head_bytes(kv.keys, spec.head_dim) + _head_bytes(kv.values, spec.head_dim)
+    return num_layers * spec.num_kv_heads * per_head
+
+
+def tail_bytes(spec: ModelSpec, kv: KVType, num_rings: int = 1, block_size: int = BLOCK_SIZE) -> int:
+    """Bytes of the unquantized tails of ``num_rings`` running sequences; 0 for types without one."""
+    if not kv.has_tail:
+        return 0
+    slots = block_size + TAIL_POSITIONS + DRAFT_SLACK
+    return num_rings * slots * kv_bytes_per_position(spec, spec.num_layers, kv_type("bf16"))
+
+
+def kv_bytes(spec: ModelSpec, context: int, kv: KVType, chunk: int, block_size: int = BLOCK_SIZE) -> int:
+    """Bytes of the whole cache for one sequence of ``context`` tokens, in whole blocks, windows freed."""
+    pages = sum(
+        blocks_for(context, block_size, group.window, chunk)
+        * block_size
+        * kv_bytes_per_position(spec, len(group.layers), kv)
+        for group in spec.kv_groups
+    )
+    return pages + tail_bytes(spec, kv, 1, block_size)
+
+
+def largest_context(spec: ModelSpec, budget_bytes: int, kv: KVType, chunk: int) -> int:
     """The longest context, at most the trained one, whose cache fits in ``budget_bytes``; 0 is none."""
     low, high = 0, spec.context_length
     while low < high:
         middle = (low + high + 1) // 2
-        if kv_bytes(spec, middle, dtype, chunk) <= budget_bytes:
+        if kv_bytes(spec, middle, kv, chunk) <= budget_bytes:
             low = middle
         else:
             high = middle - 1
     return low
 
 
-def make_pools(
+def group_layouts(
     spec: ModelSpec, context: int, chunk: int, block_size: int = BLOCK_SIZE
-) -> tuple[BlockPool, ...]:
-    """One pool per layer group, each with the blocks of one sequence of ``context`` tokens."""
+) -> tuple[GroupLayout, ...]:
+    """What the KV manager is told of each layer group: blocks for one sequence of ``context`` tokens."""
     return tuple(
-        BlockPool(blocks_for(context, block_size, group.window, chunk), block_size, group.window)
+        GroupLayout(group.window, blocks_for(context, block_size, group.window, chunk))
         for group in spec.kv_groups
     )
 
 
 def allocate_storage(
-    spec: ModelSpec, pools: Sequence[BlockPool], dtype: torch.dtype, device: str = "cpu"
+    spec: ModelSpec,
+    num_blocks: Sequence[int],
+    kv: KVType,
+    device: str = "cpu",
+    *,
+    block_size: int = BLOCK_SIZE,
+    num_rings: int = 1,
 ) -> tuple[KVStorage, ...]:
-    """The pages of every pool, in the order of the spec's groups.
+    """The pages of ``num_blocks`` blocks for every group of the spec, in order, and for int4 the tails of
+    ``num_rings`` running sequences.
 
     Not zeroed: memory that is never written is never paid for, and attention reads no slot that was not
-    written. ResourceError says what was asked for when it cannot be had.
+    written. BadInputError when the type cannot hold the model's heads, ResourceError says what was asked
+    for when it cannot be had.
     """
+    kv.check(spec)
     storages = []
-    for group, pool in zip(spec.kv_groups, pools, strict=True):
-        # [layers, blocks, block_size, kv_heads, head_dim]
-        shape = (len(group.layers), pool.num_blocks, pool.block_size, spec.num_kv_heads, spec.head_dim)
+    for group, count in zip(spec.kv_groups, num_blocks, strict=True):
+        # [layers, blocks, block_size, kv_heads, ..]
+        shape = (len(group.layers), count, block_size, spec.num_kv_heads)
         try:
-            keys = torch.empty(shape, dtype=dtype, device=device)
-            values = torch.empty(shape, dtype=dtype, device=device)
+            keys, key_scales = _pages(kv.keys, shape, spec.head_dim, device)
+            values, value_scales = _pages(kv.values, shape, spec.head_dim, device)
+            tail = None
+            if kv.has_tail:
+                slots = block_size + TAIL_POSITIONS + DRAFT_SLACK
+                ring_shape = (len(group.layers), num_rings, slots, spec.num_kv_heads, spec.head_dim)
+                tail = TailStorage(
+                    torch.empty(ring_shape, dtype=torch.bfloat16, device=device),
+                    torch.empty(ring_shape, dtype=torch.bfloat16, device=device),
+                    head=block_size,
+                )
         except (RuntimeError, MemoryError) as error:
-            nbytes = pool.num_blocks * pool.block_size * kv_bytes_per_position(spec, len(group.layers), dtype)
+            nbytes = count * block_size * kv_bytes_per_position(spec, len(group.layers), kv)
+            smaller = "int8" if KV_BITS[kv.values] > 8 else "int4"
             raise ResourceError(
-                f"no memory for a KV cache of {nbytes / 2**20:.0f} MiB; lower --ctx or use --kv-dtype f16"
+                f"no memory for a KV cache of {nbytes / 2**20:.0f} MiB; lower --ctx or use --kv-dtype "
+                f"{smaller}"
             ) from error
-        storages.append(KVStorage(keys, values))
+        storages.append(KVStorage(keys, values, key_scales, value_scales, tail))
     return tuple(storages)
+
+
+def _pages(
+    name: str, shape: tuple[int, ...], dim: int, device: str
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Data and scales."""
+    width = dim // 2 if name == "int4" else dim
+    data = torch.empty((*shape, width), dtype=_TORCH_DTYPES[name], device=device)
+    if name not in ("int8", "int4"):
+        return data, None
+    num_scales = dim // INT4_GROUP if name == "int4" else 1
+    return data, torch.empty((*shape, num_scales), dtype=torch.float16, device=device)

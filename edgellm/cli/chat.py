@@ -12,6 +12,7 @@ import click
 from edgellm.cli.main import EdgeCommand
 from edgellm.cli.options import (
     check_text,
+    constraint_options,
     engine_options,
     json_option,
     option,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from edgellm.cli.runtime import OnNotice, Runtime
     from edgellm.config import ResolvedConfig
-    from edgellm.contracts import SamplingParams
+    from edgellm.contracts import ConstraintSpec, SamplingParams
     from edgellm_models.catalog import ResolvedModel
 
 FALLBACK_SAMPLING: dict[str, float | int] = {"temperature": 0.7, "top_p": 0.95, "min_p": 0.05}
@@ -54,13 +55,16 @@ SCREEN_TERMINALS = (
 @option("--plain", is_flag=True, help="Lines instead of the screen.")
 @engine_options
 @sampling_options
+@constraint_options
 @json_option
-@planned_options("--schema FILE", "--grammar FILE", "--url URL", "--continue", "--no-save")
+@planned_options("--url URL", "--continue", "--no-save")
 def command(
     words: tuple[str, ...],
     prompt: str | None,
     system: str | None,
     plain: bool,
+    schema: str | None,
+    grammar: str | None,
     as_json: bool,
     **settings: Any,
 ) -> int:
@@ -71,6 +75,7 @@ def command(
     MODEL if it is a catalog name, an existing path or begins with hf:. --json prints chat events as JSON
     lines; the last one has the whole text.
     """
+    from edgellm.cli.constraint_files import read_constraint
     from edgellm.cli.options import resolve_settings
     from edgellm.cli.output import current_output
     from edgellm.config import FLAG
@@ -86,6 +91,7 @@ def command(
     )
     resolved = resolve_settings(settings, model=model)
     resolved.sampling_params(SamplingParams())  # a bad value is told before anything is loaded
+    constraint = read_constraint(schema, grammar)
     output = current_output()
     prompt = with_piped_text(prompt)
     mode = choose_mode(os.environ, has_prompt=prompt is not None, plain=plain or as_json)
@@ -102,7 +108,7 @@ def command(
 
     found, path = local_model(resolved.model, output)
     unnamed = bool(words) and model is None and resolved.origins.get("model") != FLAG
-    opening = Opening(resolved, found, path, unnamed)
+    opening = Opening(resolved, found, path, constraint, unnamed)
     if mode.kind == "screen":
         return run_screen(opening, system or "")
     from edgellm.cli import plain_chat
@@ -208,6 +214,7 @@ class Opening:
     resolved: ResolvedConfig
     model: ResolvedModel
     path: Path
+    constraint: ConstraintSpec | None = None
     unnamed: bool = False
     """The command line has a prompt and no model: it is said which one answers."""
 
@@ -239,7 +246,9 @@ def run_screen(opening: Opening, system: str) -> int:
 
     def opener(on_notice: OnNotice) -> tuple[ChatBackend, ChatSettings]:
         runtime, sampling = opening.load(on_notice)
-        return runtime.client(), ChatSettings(sampling=sampling, system_prompt=system)
+        return runtime.client(), ChatSettings(
+            sampling=sampling, system_prompt=system, constraint=opening.constraint
+        )
 
     app = EdgeChat(opener=opener, model_name=opening.model.name)
     # A screen makes many small objects, and each full collection looks at all that torch and the libraries

@@ -11,17 +11,23 @@ import click
 from edgellm.cli.main import EdgeCommand
 from edgellm.cli.options import (
     check_text,
+    constraint_options,
     engine_options,
     json_option,
     option,
-    planned_options,
     sampling_options,
 )
 from edgellm.cli.piped_text import read_stdin, write_text
 
 if TYPE_CHECKING:
     from edgellm.cli.runtime import Runtime
-    from edgellm.contracts import GenerationRequest, SamplingParams, TokenEvent, TokenLogprob
+    from edgellm.contracts import (
+        ConstraintSpec,
+        GenerationRequest,
+        SamplingParams,
+        TokenEvent,
+        TokenLogprob,
+    )
     from edgellm_models.errors import Notice
 
 DEFAULT_MAX_TOKENS = 256
@@ -36,11 +42,20 @@ MAX_LOGPROBS = 20
         'edgellm complete "The capital of France is"',
         'edgellm complete gemma3-270m "Once upon a time" --max-tokens 64',
         "edgellm complete -m smollm2-135m --json < prompt.txt",
+        "edgellm complete smollm2-135m --input prompts.jsonl --output answers.jsonl",
     ),
 )
 @click.argument("words", metavar="[MODEL] PROMPT", nargs=-1)
 @engine_options
 @sampling_options
+@constraint_options
+@option(
+    "--beams",
+    metavar="K",
+    type=int,
+    default=None,
+    help="Search with K beams for the most likely text as a whole.",
+)
 @option(
     "--logit-bias",
     "logit_biases",
@@ -55,14 +70,32 @@ MAX_LOGPROBS = 20
     default=None,
     help=f"Report N alternatives per token (0 to {MAX_LOGPROBS}), with --json.",
 )
+@option(
+    "--input",
+    "input_path",
+    metavar="FILE",
+    default=None,
+    help='Answer every line of a JSONL file, {"prompt": TEXT} each; with --output.',
+)
+@option(
+    "--output",
+    "output_path",
+    metavar="FILE",
+    default=None,
+    help="Append a line of JSON per line of --input; what is there already is kept and not run again.",
+)
 @option("--ignore-eos", is_flag=True, help="Go on behind the model's end tokens.")
 @option("--no-special", is_flag=True, help="Take control strings in the prompt as text and add no BOS.")
 @json_option
-@planned_options("--schema FILE", "--grammar FILE", "--beams N", "--input FILE", "--output FILE")
 def command(
     words: tuple[str, ...],
+    schema: str | None,
+    grammar: str | None,
+    beams: int | None,
     logit_biases: tuple[str, ...],
     logprobs: int | None,
+    input_path: str | None,
+    output_path: str | None,
     ignore_eos: bool,
     no_special: bool,
     as_json: bool,
@@ -72,9 +105,14 @@ def command(
 
     Greedy and at most 256 tokens unless told otherwise. Without PROMPT, piped standard input is the prompt,
     without its last line feed. One word alone is the PROMPT, unless it names a model and the prompt is piped.
+    With --beams the text comes as a whole at the end. With --input and --output there is no PROMPT: many
+    lines run at once, results keep their order, a broken line fails alone, and a stopped run can go on.
     """
     from dataclasses import replace
 
+    from edgellm.cli.batch import BatchSettings, batch_files, report_batch, run_batch
+    from edgellm.cli.beams import refuse_with_beams, run_beams, unused_settings
+    from edgellm.cli.constraint_files import read_constraint
     from edgellm.cli.model_access import local_model
     from edgellm.cli.options import resolve_settings
     from edgellm.cli.output import current_output
@@ -83,16 +121,27 @@ def command(
     from edgellm.log import log_answer, log_notice
     from edgellm_models.errors import Notice, UsageError
 
-    model, prompt = split_words(words, model_named=settings.get("model") is not None)
-    if prompt is not None:
-        check_text("PROMPT", prompt)
     if logprobs is not None and not as_json:
         raise UsageError("--logprobs needs --json, which is where they are reported")
+    files = batch_files(input_path, output_path, words, settings, beams=beams, as_json=as_json)
+    model: str | None
+    prompt: str | None
+    if files is not None:
+        model, prompt = (words[0] if words else None), ""
+    else:
+        model, prompt = split_words(words, model_named=settings.get("model") is not None)
+    if prompt is not None:
+        check_text("PROMPT", prompt)
     resolved = resolve_settings(settings, model=model)
     base = SamplingParams(temperature=0.0, max_new_tokens=DEFAULT_MAX_TOKENS)
     sampling = replace(
         resolved.sampling_params(base), logit_bias=parse_biases(logit_biases), ignore_eos=ignore_eos
     )
+    if beams is not None:
+        refuse_with_beams(
+            settings, schema=schema, grammar=grammar, logit_bias=logit_biases, logprobs=logprobs
+        )
+    constraint = read_constraint(schema, grammar)
     if prompt is None:
         prompt = read_stdin().removesuffix("\n").removesuffix("\r")
     output = current_output()
@@ -109,14 +158,22 @@ def command(
         show(notice)
     runtime = load_runtime(resolved, path, found.name, show)
     try:
-        request = make_request(runtime, prompt, sampling, logprobs, no_special)
+        if files is not None:
+            batch = BatchSettings(sampling, logprobs, no_special, constraint)
+            return report_batch(run_batch(runtime, *files, batch, output), output)
+        request = make_request(runtime, prompt, sampling, logprobs, no_special, constraint)
         result = Completion(as_json)
         result.first_notices = first
         if biases := [token_id for token_id in sampling.logit_bias if token_id >= runtime.vocab_size]:
             raise UsageError(
                 f"--logit-bias names token {max(biases)}, but the vocabulary has {runtime.vocab_size} tokens"
             )
-        run(runtime, request, result)
+        if beams is None:
+            run(runtime, request, result)
+        else:
+            unused = unused_settings(sampling)
+            result.notices += [unused] if unused is not None else []
+            run_beams(runtime, request, beams, result)
         if result.reached_limit and resolved.max_tokens is None:  # who set a limit knows it
             detail = f"the answer was cut at {sampling.max_new_tokens} tokens; --max-tokens N allows more"
             result.notices.append(Notice("max_tokens", detail))
@@ -199,7 +256,12 @@ def parse_biases(texts: tuple[str, ...]) -> dict[int, float]:
 
 
 def make_request(
-    runtime: Runtime, prompt: str, sampling: SamplingParams, logprobs: int | None, no_special: bool
+    runtime: Runtime,
+    prompt: str,
+    sampling: SamplingParams,
+    logprobs: int | None,
+    no_special: bool,
+    constraint: ConstraintSpec | None = None,
 ) -> GenerationRequest:
     """The prompt as ids. An empty one is a lone BOS where the model has one; otherwise the engine refuses
     it.
@@ -210,7 +272,9 @@ def make_request(
     ids = tokenizer.encode(prompt, add_special=not no_special, parse_special=not no_special)
     if not ids and tokenizer.bos_id is not None and not no_special:
         ids = [tokenizer.bos_id]
-    return GenerationRequest("complete", tuple(ids), sampling, logprobs=logprobs, continues_text=True)
+    return GenerationRequest(
+        "complete", tuple(ids), sampling, logprobs=logprobs, constraint=constraint, continues_text=True
+    )
 
 
 # --- the run ---
@@ -231,6 +295,8 @@ class Completion:
         self.notices: list[Notice] = []
         self.first_notices: list[Notice] = []
         self.last: TokenEvent | None = None
+        self.score: float | None = None
+        """Mean log-probability of the tokens, of a beam search."""
         self.interrupted = False
 
     def add(self, event: TokenEvent) -> None:
@@ -334,4 +400,6 @@ def json_result(runtime: Runtime, request: GenerationRequest, result: Completion
     }
     if request.logprobs is not None:
         found["logprobs"] = result.logprobs
+    if result.score is not None:
+        found["score"] = result.score
     return found

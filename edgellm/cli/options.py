@@ -139,6 +139,16 @@ def sampling_options(function: Any) -> Any:
     return setting_options(*SAMPLING_SETTINGS)(function)
 
 
+def constraint_options(function: Any) -> Any:
+    """``--schema`` and ``--grammar``, as parameters of these names; constraint_files.py reads them."""
+    function = option(
+        "--grammar",
+        metavar="FILE",
+        help="Hold the answer to a Lark or GBNF grammar; a regular expression is the Lark start: /.../.",
+    )(function)
+    return option("--schema", metavar="FILE", help="Hold the answer to a JSON schema.")(function)
+
+
 def json_option(function: Any) -> Any:
     """``--json``, as the parameter ``as_json``."""
     return option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")(function)

@@ -18,6 +18,7 @@ from edgellm.contracts import (
     ChatBackend,
     ChatEvent,
     ChatMessage,
+    ConstraintSpec,
     Delta,
     Finished,
     FinishReason,
@@ -72,6 +73,7 @@ class Answer:
         conversation_id: str,
         messages: Sequence[ChatMessage],
         sampling: SamplingParams,
+        constraint: ConstraintSpec | None = None,
     ) -> None:
         """Streams the answer into ``on_event``. Raises what the backend raises."""
         loop = asyncio.get_running_loop()
@@ -87,7 +89,8 @@ class Answer:
         with contextlib.suppress(NotImplementedError, ValueError, RuntimeError):
             loop.add_signal_handler(signal.SIGINT, interrupt)
         try:
-            async for event in backend.stream_chat(conversation_id, messages, sampling):
+            stream = backend.stream_chat(conversation_id, messages, sampling, constraint=constraint)
+            async for event in stream:
                 if isinstance(event, Finished):
                     self.finished = event
                 self._on_event(event)
@@ -118,7 +121,16 @@ def answer_once(opening: Opening, system: str, prompt: str, output: Output, *, a
         messages = [*conversation(system), ChatMessage("user", prompt)]
         load = {"import_s": runtime.times.import_s, "load_s": runtime.times.load_s}
         return asyncio.run(
-            print_answer(backend, messages, sampling, output, notices, as_json=as_json, load=load)
+            print_answer(
+                backend,
+                messages,
+                sampling,
+                output,
+                notices,
+                constraint=opening.constraint,
+                as_json=as_json,
+                load=load,
+            )
         )
     finally:
         runtime.close()
@@ -131,6 +143,7 @@ async def print_answer(
     output: Output,
     notices: list[Notice],
     *,
+    constraint: ConstraintSpec | None = None,
     as_json: bool = False,
     load: dict[str, float] | None = None,
 ) -> int:
@@ -156,7 +169,7 @@ async def print_answer(
 
     answer = Answer(on_event)
     try:
-        await answer.run(backend, uuid.uuid4().hex, messages, sampling)
+        await answer.run(backend, uuid.uuid4().hex, messages, sampling, constraint)
     finally:
         if not as_json and collected:
             shown.end()
@@ -227,7 +240,7 @@ def converse(opening: Opening, system: str, output: Output) -> int:
     """Loads the model and talks in lines until Ctrl-D (0) or Ctrl-C at the prompt (130)."""
     runtime, sampling = opening.load(output.notice)
     try:
-        return line_mode(runtime.client(), sampling, system, output)
+        return line_mode(runtime.client(), sampling, system, output, constraint=opening.constraint)
     finally:
         runtime.close()
 
@@ -238,6 +251,7 @@ def line_mode(
     system: str,
     output: Output,
     read: Callable[[], str] | None = None,
+    constraint: ConstraintSpec | None = None,
 ) -> int:
     """The conversation itself. ``read`` returns the next line, raises EOFError at the end."""
     read_line = read or _reader()
@@ -270,7 +284,7 @@ def line_mode(
                 continue
             text = text.replace("//", "/", 1) if command.startswith("//") else text
             messages.append(ChatMessage("user", text))
-            reply = runner.run(_exchange(backend, conversation_id, messages, sampling, output))
+            reply = runner.run(_exchange(backend, conversation_id, messages, sampling, output, constraint))
             if reply:
                 messages.append(ChatMessage("assistant", reply))
             else:
@@ -283,6 +297,7 @@ async def _exchange(
     messages: Sequence[ChatMessage],
     sampling: SamplingParams,
     output: Output,
+    constraint: ConstraintSpec | None,
 ) -> str:
     """Prints one answer and returns its text; a failure is a line, not the end of the conversation."""
     shown = AnswerText()
@@ -298,7 +313,7 @@ async def _exchange(
     answer = Answer(on_event)
     error: str | None = None
     try:
-        await answer.run(backend, conversation_id, messages, sampling)
+        await answer.run(backend, conversation_id, messages, sampling, constraint)
     except EdgeLLMError as failure:
         error = str(failure)
     finally:

@@ -13,13 +13,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from edgellm.contracts import ModelInfo
 from edgellm.log import log_notice
 from edgellm_models.errors import BadInputError, Notice, ResourceError
 
 if TYPE_CHECKING:
+    from edgellm.cache.kv_storage import KVType
     from edgellm.client.local_client import LocalClient
     from edgellm.config import ResolvedConfig
     from edgellm.engine.async_engine import AsyncEngine
@@ -97,8 +98,10 @@ def load_runtime(
     _keep_threads_from_spinning()
     import torch
 
-    from edgellm.cache.kv_storage import BLOCK_SIZE, allocate_storage, kv_bytes, kv_dtype, make_pools
-    from edgellm.engine.engine import PREFILL_CHUNK, Engine
+    from edgellm.cache.kv_manager import KVManager
+    from edgellm.cache.kv_storage import BLOCK_SIZE, allocate_storage, choose_kv_type, group_layouts
+    from edgellm.cache.prefix_index import cache_key
+    from edgellm.engine.engine import MAX_RUNNING, PREFILL_CHUNK, Engine
     from edgellm.engine.stats import StatsRecorder
     from edgellm.runner.model_runner import ModelRunner
     from edgellm_kernels.registry import explain
@@ -135,22 +138,33 @@ def load_runtime(
     for notice in decoder.notices:
         tell(notice)
     spec = decoder.spec
-    dtype = kv_dtype(resolved.kv_dtype)
-    context, notice = choose_context(spec, resolved.ctx, dtype, PREFILL_CHUNK, _free_memory(device))
+    free_bytes = _free_memory(device)
+    kv, step_down = choose_kv_type(resolved.kv_dtype, spec, resolved.ctx, PREFILL_CHUNK, free_bytes, device)
+    if step_down is not None:
+        tell(step_down)
+    context, notice = choose_context(spec, resolved.ctx, kv, PREFILL_CHUNK, free_bytes)
     tell(notice)
-    pools = make_pools(spec, context, PREFILL_CHUNK, BLOCK_SIZE)
-    storage = allocate_storage(spec, pools, dtype, device)
+    groups = group_layouts(spec, context, PREFILL_CHUNK, BLOCK_SIZE)
+    # What has just ended keeps its tail until the next step, in which as many may begin.
+    storage = allocate_storage(
+        spec, [group.num_blocks for group in groups], kv, device, num_rings=2 * MAX_RUNNING
+    )
+    key = cache_key(model_id=str(path), rope=repr(spec.ropes), kv_dtypes=[kv.name] * len(groups))
     core = Engine(
         ModelRunner(decoder, storage, vocab_size=spec.vocab_size, block_size=BLOCK_SIZE, device=device),
         tokenizer,
-        pools,
+        KVManager(groups, BLOCK_SIZE, cache_key=key),
         context_length=context,
         vocab_size=spec.vocab_size,
         rope_switch_length=spec.rope_switch_length,
-        make_decoder=lambda request: StreamDecoder(tokenizer, continues_text=request.continues_text),
+        make_decoder=lambda request: StreamDecoder(
+            tokenizer,
+            # A constraint is about the answer's whole text, its first space included.
+            continues_text=request.continues_text or request.constraint is not None,
+        ),
         recorder=StatsRecorder(
             weight_bytes=decoder.weight_bytes,
-            kv_bytes=kv_bytes(spec, context, dtype, PREFILL_CHUNK),
+            kv_bytes=sum(pages.nbytes for pages in storage),
             device=device,
             kernel_backend="torch",
         ),
@@ -192,7 +206,7 @@ def _keep_threads_from_spinning() -> None:
 
 
 def choose_context(
-    spec: ModelSpec, asked: int | None, dtype: Any, chunk: int, free_bytes: int | None
+    spec: ModelSpec, asked: int | None, kv: KVType, chunk: int, free_bytes: int | None
 ) -> tuple[int, Notice]:
     """The context in force and the notice that says it.
 
@@ -203,7 +217,7 @@ def choose_context(
 
     trained = spec.context_length
     if asked is None:
-        context = trained if free_bytes is None else largest_context(spec, free_bytes // 2, dtype, chunk)
+        context = trained if free_bytes is None else largest_context(spec, free_bytes // 2, kv, chunk)
         if context < 1:
             assert free_bytes is not None
             raise ResourceError(
@@ -212,14 +226,14 @@ def choose_context(
             )
     else:
         context = min(asked, trained)
-        needed = kv_bytes(spec, context, dtype, chunk)
+        needed = kv_bytes(spec, context, kv, chunk)
         if free_bytes is not None and needed > free_bytes:
-            fitting = largest_context(spec, free_bytes // 2, dtype, chunk)
+            fitting = largest_context(spec, free_bytes // 2, kv, chunk)
             raise ResourceError(
-                f"the KV cache of {context} tokens needs {needed / 1e6:.0f} MB; {free_bytes / 1e6:.0f} MB "
-                f"are free; --ctx {fitting} fits in half of that"
+                f"the {kv.name} KV cache of {context} tokens needs {needed / 1e6:.0f} MB; "
+                f"{free_bytes / 1e6:.0f} MB are free; --ctx {fitting} fits in half of that"
             )
-    size = f"its KV cache takes up to {kv_bytes(spec, context, dtype, chunk) / 1e6:.0f} MB"
+    size = f"its {kv.name} KV cache takes up to {kv_bytes(spec, context, kv, chunk) / 1e6:.0f} MB"
     if asked is not None and asked > trained:
         detail = f"the context is {context} tokens, for which the model was trained, not {asked}; {size}"
         return context, Notice("context_clamped", detail)

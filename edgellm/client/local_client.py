@@ -15,6 +15,7 @@ from edgellm.chat.request import build_request, chat_encoder, count_tokens
 from edgellm.contracts import (
     ChatEvent,
     ChatMessage,
+    ConstraintSpec,
     DraftCounts,
     EngineStats,
     Finished,
@@ -81,6 +82,7 @@ class LocalClient:
         messages: Sequence[ChatMessage],
         sampling: SamplingParams,
         tools: Sequence[Mapping[str, Any]] = (),
+        constraint: ConstraintSpec | None = None,
     ) -> AsyncIterator[ChatEvent]:
         """See contracts.ChatBackend. BadInputError when the messages cannot be answered, EngineError when the
         engine has failed; a failure on the way is in Finished."""
@@ -97,7 +99,10 @@ class LocalClient:
                 remembered=self._remembered.get(conversation_id, ()),
                 conversation_id=conversation_id,
                 request_id=turn.request_id,
+                constraint=constraint,
             )
+            if constraint is not None:  # compiling it is no work for an event loop
+                await asyncio.to_thread(self._engine.validate, built.request)
             notices, self._notices = (*self._notices, *built.notices), ()
             for notice in notices:
                 log_notice(notice)

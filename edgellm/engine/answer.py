@@ -8,6 +8,7 @@ from typing import Protocol
 
 from edgellm.contracts import FinishReason, SamplingParams
 from edgellm.engine.stop_strings import StopStrings
+from edgellm_models.errors import EngineError
 
 
 class TextDecoder(Protocol):
@@ -18,6 +19,17 @@ class TextDecoder(Protocol):
     def finish(self) -> str: ...
 
 
+class AnswerConstraint(Protocol):
+    """What an answer must be (constraint/matcher.py)."""
+
+    @property
+    def is_finished(self) -> bool: ...
+
+    def advance(self, token_ids: Sequence[int]) -> None: ...
+
+    def mask(self, *, may_end: bool = True) -> bytes: ...
+
+
 @dataclass(frozen=True)
 class AnswerStep:
     """What the tokens of one step brought."""
@@ -26,14 +38,17 @@ class AnswerStep:
     """Those that belong to the answer: none after the one that ended it."""
     text: str
     finish_reason: FinishReason | None
+    error: str | None = None
+    """Why its constraint cannot go on; the reason is then ERROR."""
 
 
 class Answer:
-    """Applies end ids, stop strings and the token limit one token at a time.
+    """Applies end ids, stop strings, a constraint and the token limit one token at a time.
 
     So a step that brings several tokens ends exactly where one by one would have ended. The token that ends
-    the answer (an end id, or the one that completes a stop string) is kept and counted; an end id gives no
-    text. ``limit`` is the number of tokens at which the answer ends with LENGTH.
+    the answer (an end id, or the one that completes a stop string or all that the constraint allows) is kept
+    and counted; an end id gives no text. ``limit`` is the number of tokens at which the answer ends with
+    LENGTH.
     """
 
     def __init__(
@@ -43,7 +58,10 @@ class Answer:
         end_ids: frozenset[int],
         limit: int,
         vocab_size: int,
+        constraint: AnswerConstraint | None = None,
     ) -> None:
+        self._constraint = constraint
+        self._may_end = not sampling.ignore_eos
         self._decoder = decoder
         self._stops = StopStrings(sampling.stop)
         ends = frozenset(sampling.stop_token_ids)
@@ -57,6 +75,15 @@ class Answer:
         """The limit is reached, as it is from the start when no token was asked for."""
         return self.num_tokens >= self._limit
 
+    @property
+    def is_finished(self) -> bool:
+        """The constraint is met and allows nothing more, as it may from the start."""
+        return self._constraint is not None and self._constraint.is_finished
+
+    def token_masks(self) -> tuple[bytes, ...]:
+        """The mask of the next token, as ``PlannedSequence.token_masks`` holds it."""
+        return () if self._constraint is None else (self._constraint.mask(may_end=self._may_end),)
+
     def push(self, token_ids: Sequence[int]) -> AnswerStep:
         """Adds the tokens of one step, up to the one that ends the answer."""
         kept: list[int] = []
@@ -65,12 +92,18 @@ class Answer:
         for token_id in token_ids:
             kept.append(token_id)
             self.num_tokens += 1
+            finished, error = self._advance(token_id)
+            if error is not None:
+                text.append(self.finish())
+                return AnswerStep(tuple(kept), "".join(text), FinishReason.ERROR, error)
             if token_id in self._end_ids:
                 reason = FinishReason.STOP
             elif token_id < self._vocab_size:  # rows that pad the embedding stand for no text
                 text.append(self._stops.push(self._decoder.push([token_id])))
                 if self._stops.matched is not None:
                     reason = FinishReason.STOP
+            if reason is None and finished:
+                reason = FinishReason.STOP
             if reason is None and self.is_full:
                 reason = FinishReason.LENGTH
             if reason is not None:
@@ -79,6 +112,16 @@ class Answer:
                     reason = FinishReason.STOP
                 break
         return AnswerStep(tuple(kept), "".join(text), reason)
+
+    def _advance(self, token_id: int) -> tuple[bool, str | None]:
+        """Whether the constraint is finished with this token, or why it cannot go on."""
+        if self._constraint is None:
+            return False, None
+        try:
+            self._constraint.advance((token_id,))
+            return self._constraint.is_finished, None
+        except EngineError as error:
+            return False, str(error)
 
     def finish(self) -> str:
         """The text that was held: an incomplete character as U+FFFD, the start of a stop string that never

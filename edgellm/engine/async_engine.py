@@ -88,6 +88,11 @@ class AsyncEngine:
         """The newest stats; costs the engine nothing."""
         return as_of(self._engine.stats, time.monotonic())
 
+    def validate(self, request: GenerationRequest) -> None:
+        """BadInputError when the request cannot be served. A constraint may take seconds to compile the first
+        time: an event loop lets a worker thread call this before it submits."""
+        self._engine.validate(request)
+
     def submit(self, request: GenerationRequest) -> TokenStream:
         """Queues a request and returns its events. Call it in the event loop that will read them.
 

@@ -35,14 +35,11 @@ def check_request(request: GenerationRequest, context_length: int, vocab_size: i
         raise BadInputError(
             f"the number of samples must be from 1 to {MAX_SAMPLES}, not {request.num_samples}"
         )
-    if request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS:
-        raise BadInputError(f"logprobs must be from 0 to {MAX_LOGPROBS}, not {request.logprobs}")
-    for name, asked in (
-        ("task", request.task is not Task.GENERATE),
-        ("prompt_logprobs", request.prompt_logprobs is not None),
-        ("constraint", request.constraint is not None),
-    ):
-        if asked:
-            raise BadInputError(f"this engine does not serve requests with {name} yet; leave it out")
+    for name in ("logprobs", "prompt_logprobs"):
+        asked = getattr(request, name)
+        if asked is not None and not 0 <= asked <= MAX_LOGPROBS:
+            raise BadInputError(f"{name} must be from 0 to {MAX_LOGPROBS}, not {asked}")
+    if request.task is not Task.GENERATE:
+        raise BadInputError("this engine does not serve requests with task yet; leave it out")
     if request.kv_policy != "stop":
         raise BadInputError(f"this engine does not serve kv_policy {request.kv_policy!r} yet; use 'stop'")

@@ -44,6 +44,7 @@ class MergedEvents:
             token_ids=tuple(token_id for e in parts for token_id in e.token_ids),
             text="".join(e.text for e in parts),
             logprobs=tuple(logprob for e in parts for logprob in e.logprobs),
+            prompt_logprobs=tuple(logprob for e in parts for logprob in e.prompt_logprobs),
             queue_position=positions[-1] if positions else None,
             prefill_done=prefilled[-1] if prefilled else None,
             notice=next((e.notice for e in parts if e.notice is not None), None),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from edgellm.cache.block_pool import BlockTable
 from edgellm.contracts import (
     DraftCounts,
     FinishReason,
@@ -16,35 +15,49 @@ from edgellm.contracts import (
     Usage,
 )
 from edgellm.engine.answer import Answer
+from edgellm.scheduler.sequence import Outcome, Sequence
 
 
-@dataclass
+@dataclass(eq=False)
 class Sample:
     """One answer in the making. Times are monotonic seconds."""
 
-    sequence_id: int
     request: GenerationRequest
     index: int
-    seed: int
     answer: Answer
-    tables: list[BlockTable]
-    arrived: float
-    token_ids: list[int]
-    """Prompt and answer; the newest has not been run yet."""
+    sequence: Sequence
+    """What the scheduler knows of it: tokens, what is computed, what was reused."""
     fills_context: bool
     """Its limit is the context's, not the request's: reaching it deserves a notice."""
-    computed: int = 0
-    """Leading tokens whose KV is committed."""
+    token_masks: tuple[bytes, ...] = ()
+    """What its constraint allows next, for ``PlannedSequence.token_masks``."""
     prefilled: int = 0
-    """Prompt tokens that were computed, for the timings: again after a restart does not count."""
-    restarted: bool = False
-    """The KV of everything so far is being computed again; no more than once."""
+    """Prompt tokens that were computed, for the timings: again after a preemption does not count."""
     started_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None
     queue_position: int | None = None
     draft: DraftCounts = field(default_factory=DraftCounts)
-    ended: bool = False
+
+    @property
+    def sequence_id(self) -> int:
+        return self.sequence.sequence_id
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    def event(self, **fields: Any) -> TokenEvent:
+        """An event of this sample."""
+        return TokenEvent(self.request.request_id, self.index, **fields)
+
+    def prompt_progress(self, outcome: Outcome) -> int | None:
+        """Prompt tokens whose KV exists after a step; None when the step was not one of the prompt."""
+        if not outcome.is_prompt:
+            return None
+        done = min(outcome.computed, self.prompt_length)
+        self.prefilled = max(self.prefilled, done - self.sequence.cached_tokens)
+        return done
 
     def add_draft(self, result: SequenceResult, kept: int) -> None:
         """Counts drafted tokens; those behind the token that ended the answer were not accepted."""
@@ -59,11 +72,12 @@ class Sample:
 
     def timings(self, now: float) -> RequestTimings:
         """Queue until its first step, prefill until the first token, decode until the last."""
+        arrived = self.sequence.arrival
         started = now if self.started_at is None else self.started_at
         first = now if self.first_token_at is None else self.first_token_at
         last = first if self.last_token_at is None else self.last_token_at
         return RequestTimings(
-            queued_s=max(0.0, started - self.arrived),
+            queued_s=max(0.0, started - arrived),
             prefill_s=first - started,
             decode_s=last - first,
             prefill_tokens=self.prefilled,
@@ -72,13 +86,11 @@ class Sample:
 
     def last_event(self, reason: FinishReason, now: float, **fields: Any) -> TokenEvent:
         """The event that closes the sample, with usage, timings and seed beside what the step brought."""
-        return TokenEvent(
-            self.request.request_id,
-            self.index,
+        return self.event(
             finish_reason=reason,
-            usage=Usage(len(self.request.prompt_token_ids), 0, self.answer.num_tokens),
+            usage=Usage(self.prompt_length, self.sequence.cached_tokens, self.answer.num_tokens),
             timings=self.timings(now),
             draft=self.draft,
-            seed=self.seed,
+            seed=self.sequence.start.seed,
             **fields,
         )

@@ -35,7 +35,16 @@ class StatsRecorder:
         """One step, in monotonic seconds, and the tokens that it ran or committed."""
         self._work.append(_Work(start, end, prefill_tokens, decode_tokens))
 
-    def snapshot(self, now: float, waiting: int, running: int, kv_blocks: Mapping[str, int]) -> EngineStats:
+    def snapshot(
+        self,
+        now: float,
+        waiting: int,
+        running: int,
+        kv_blocks: Mapping[str, int],
+        *,
+        prefix_hit_rate: float = 0.0,
+        kv_waste: float = 0.0,
+    ) -> EngineStats:
         """The stats at ``now``. A step counts when it ended within the last second."""
         while self._work and self._work[0].end <= now - WINDOW_S:
             self._work.popleft()
@@ -45,6 +54,8 @@ class StatsRecorder:
             waiting=waiting,
             running=running,
             kv_blocks=dict(kv_blocks),
+            kv_waste=kv_waste,
+            prefix_hit_rate=prefix_hit_rate,
             prefill_tokens_per_s=self._rate(now, [(w.start, w.prefill_tokens) for w in self._work]),
             decode_tokens_per_s=self._rate(now, [(w.start, w.decode_tokens) for w in self._work]),
         )

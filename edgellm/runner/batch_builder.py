@@ -7,11 +7,16 @@ from collections.abc import Sequence
 import torch
 
 from edgellm.contracts import PlannedSequence
-from edgellm_kernels.batch import ForwardBatch, GroupTables
+from edgellm_kernels.batch import ForwardBatch, GroupTables, TailTables
 
 
-def build_batch(sequences: Sequence[PlannedSequence], block_size: int, device: str = "cpu") -> ForwardBatch:
-    """The batch of a plan's sequences, in order; where logits are needed, those of the last token."""
+def build_batch(
+    sequences: Sequence[PlannedSequence],
+    block_size: int,
+    device: str = "cpu",
+    tail: TailTables | None = None,
+) -> ForwardBatch:
+    """The batch of a plan's sequences, in order, with the logit rows that ``num_logit_rows`` counts."""
     token_ids: list[int] = []
     positions: list[int] = []
     query_starts = [0]
@@ -20,8 +25,7 @@ def build_batch(sequences: Sequence[PlannedSequence], block_size: int, device: s
         token_ids.extend(sequence.token_ids)
         positions.extend(range(sequence.start_position, sequence.start_position + len(sequence.token_ids)))
         query_starts.append(len(token_ids))
-        if sequence.needs_logits:
-            logit_rows.append(len(token_ids) - 1)
+        logit_rows.extend(range(len(token_ids) - num_logit_rows(sequence), len(token_ids)))
     key_lengths = [s.start_position + len(s.token_ids) for s in sequences]
     num_groups = len(sequences[0].block_tables)
     return ForwardBatch(
@@ -36,12 +40,24 @@ def build_batch(sequences: Sequence[PlannedSequence], block_size: int, device: s
             dtype=torch.int64,
             device=device,
         ),
-        groups=tuple(_group_tables(sequences, g, block_size, key_lengths, device) for g in range(num_groups)),
+        groups=tuple(
+            _group_tables(sequences, g, block_size, key_lengths, device, tail) for g in range(num_groups)
+        ),
     )
 
 
+def num_logit_rows(sequence: PlannedSequence) -> int:
+    """How many of its last tokens need logits: all of a chunk whose prompt is scored, one to draw from."""
+    return len(sequence.token_ids) if sequence.prompt_logits else int(sequence.needs_logits)
+
+
 def _group_tables(
-    sequences: Sequence[PlannedSequence], group: int, block_size: int, key_lengths: list[int], device: str
+    sequences: Sequence[PlannedSequence],
+    group: int,
+    block_size: int,
+    key_lengths: list[int],
+    device: str,
+    tail: TailTables | None,
 ) -> GroupTables:
     live_blocks: list[list[int]] = []
     live_positions: list[list[int]] = []
@@ -66,4 +82,5 @@ def _group_tables(
         block_positions=padded(live_positions, 0),
         slot_mapping=torch.tensor(slots, dtype=torch.int64, device=device),
         key_lengths=torch.tensor(key_lengths, dtype=torch.int32, device=device),
+        tail=tail,
     )

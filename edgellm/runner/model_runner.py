@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
-from edgellm.contracts import SequenceResult, StepPlan, StepResult
-from edgellm.runner.batch_builder import build_batch
+from edgellm.contracts import PlannedSequence, SequenceResult, StepPlan, StepResult, TokenLogprob
+from edgellm.runner.batch_builder import build_batch, num_logit_rows
+from edgellm.runner.kv_state import KVState
 from edgellm.runner.sampler import Draw, Sampler
 from edgellm_kernels.batch import ForwardBatch, KVStorage
 
@@ -32,9 +33,10 @@ class ModelRunner:
         vocab_size: int,
         block_size: int,
         device: str = "cpu",
+        host_kv: Sequence[KVStorage] = (),
     ) -> None:
         self._decoder = decoder
-        self._kv = tuple(kv)
+        self._kv = KVState(kv, host_kv)
         self._block_size = block_size
         self._device = device
         f16_kv = any(torch.float16 in (pages.keys.dtype, pages.values.dtype) for pages in kv)
@@ -46,27 +48,63 @@ class ModelRunner:
             self._sampler.end(sequence_id)
         for start in plan.started:
             self._sampler.start(start)
+        with torch.inference_mode():
+            tail = self._kv.prepare(plan)
         if not plan.sequences:
             return StepResult(plan.step, ())
-        wanted = [s for s in plan.sequences if s.needs_logits]
         with torch.inference_mode():
-            batch = build_batch(plan.sequences, self._block_size, self._device)
-            logits = self._decoder.forward(batch, self._kv)
-            draws: dict[int, Draw] = {}
-            if wanted:
-                ids = [s.sequence_id for s in wanted]
-                positions = [s.start_position + len(s.token_ids) for s in wanted]
-                draws = dict(zip(ids, self._sampler.sample(logits, ids, positions), strict=True))
-        return StepResult(
-            plan.step, tuple(_result(s.sequence_id, draws.get(s.sequence_id)) for s in plan.sequences)
-        )
+            batch = build_batch(plan.sequences, self._block_size, self._device, tail)
+            logits = self._decoder.forward(batch, self._kv.storages)
+            scores = self._score_prompts(plan.sequences, logits)
+            draws = self._draw(plan.sequences, logits)
+        results = [_result(s.sequence_id, draws.get(s.sequence_id), scores) for s in plan.sequences]
+        return StepResult(plan.step, tuple(results))
+
+    def _score_prompts(
+        self, sequences: Sequence[PlannedSequence], logits: torch.Tensor
+    ) -> dict[int, tuple[tuple[TokenLogprob, ...], str | None]]:
+        """By sequence id, logprobs of its prompt's tokens, or why there are none."""
+        scores = {}
+        for sequence, rows in _rows_of(sequences):
+            if sequence.prompt_logits:
+                sequence_id, start = sequence.sequence_id, sequence.start_position
+                scores[sequence_id] = self._sampler.score_prompt(logits[rows], sequence_id, start)
+        return scores
+
+    def _draw(self, sequences: Sequence[PlannedSequence], logits: torch.Tensor) -> dict[int, Draw]:
+        """By sequence id, the draw from its last row, for those that want one."""
+        wanted = [(s, rows.stop - 1) for s, rows in _rows_of(sequences) if s.needs_logits]
+        if not wanted:
+            return {}
+        ids = [s.sequence_id for s, _ in wanted]
+        positions = [s.start_position + len(s.token_ids) for s, _ in wanted]
+        masks = [s.token_masks[0] if s.token_masks else None for s, _ in wanted]
+        rows = [row for _, row in wanted]
+        if len(rows) < logits.shape[0]:  # else they are all rows, in order
+            logits = logits[rows]
+        return dict(zip(ids, self._sampler.sample(logits, ids, positions, masks), strict=True))
 
 
-def _result(sequence_id: int, draw: Draw | None) -> SequenceResult:
+def _rows_of(sequences: Sequence[PlannedSequence]) -> Iterator[tuple[PlannedSequence, slice]]:
+    """Each sequence with its rows of the logits."""
+    start = 0
+    for sequence in sequences:
+        end = start + num_logit_rows(sequence)
+        yield sequence, slice(start, end)
+        start = end
+
+
+def _result(
+    sequence_id: int,
+    draw: Draw | None,
+    scores: Mapping[int, tuple[tuple[TokenLogprob, ...], str | None]],
+) -> SequenceResult:
+    prompt_logprobs, error = scores.get(sequence_id, ((), None))
+    if draw is not None and draw.error is not None:
+        error = error or draw.error
+    if error is not None:
+        return SequenceResult(sequence_id, (), error=error)
     if draw is None:
-        return SequenceResult(sequence_id, ())
-    if draw.error is not None:
-        return SequenceResult(sequence_id, (), error=draw.error)
-    return SequenceResult(
-        sequence_id, (draw.token_id,), logprobs=() if draw.logprob is None else (draw.logprob,)
-    )
+        return SequenceResult(sequence_id, (), prompt_logprobs=prompt_logprobs)
+    logprobs = () if draw.logprob is None else (draw.logprob,)
+    return SequenceResult(sequence_id, (draw.token_id,), logprobs=logprobs, prompt_logprobs=prompt_logprobs)

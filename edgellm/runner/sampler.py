@@ -1,24 +1,30 @@
 """Draws the next token of each sequence from its logits.
 
-The order: repetition, presence and frequency penalties; logit bias; temperature; top-k; typical-p; top-p;
-min-p; then Gumbel-max, argmax(score + noise), which draws from the softmax of what is left (noise.py). The
-edges of the filters are in filters.py, those of penalties and biases in penalties.py. Temperature 0 takes the
-largest logit after penalties and bias, of equal ones the lowest id. Arithmetic after the logits is f64.
+The order: repetition, presence and frequency penalties; logit bias; the token mask of a constraint;
+temperature; top-k; typical-p; top-p; min-p; then Gumbel-max, argmax(score + noise), which draws from the
+softmax of what is left (noise.py). The edges of the filters are in filters.py, those of penalties and biases
+in penalties.py. Temperature 0 takes the largest logit after penalties, bias and mask, of equal ones the
+lowest id. Arithmetic after the logits is f64. Log-probabilities are those of the raw softmax, which none of
+this changes (logprobs.py).
 
-A row whose logits hold NaN or +inf, or nothing above -inf, is an error of its own sequence only.
+So the mask has the last word on what may be drawn, and the filters count only what it allows. A row whose
+logits hold NaN or +inf, or nothing above -inf, is an error of its own sequence only; so is one in which bias
+and mask leave nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from edgellm.contracts import SequenceStart, TokenLogprob
 from edgellm.runner import filters
+from edgellm.runner.logprobs import raw_logprobs
 from edgellm.runner.noise import NOISE_SPAN, gumbel_noise, row_key
 from edgellm.runner.penalties import LogitAdjuster
+from edgellm.runner.token_mask import unpack_masks
 
 
 @dataclass(frozen=True)
@@ -38,13 +44,20 @@ class SamplerState:
         self.seed = start.seed
         self.sample = start.sample
         self.logprobs = start.logprobs
+        self.prompt_logprobs = start.prompt_logprobs
+        self.prompt_token_ids = start.prompt_token_ids if start.prompt_logprobs is not None else ()
         self.adjuster = LogitAdjuster(start.sampling, start.prompt_token_ids, vocab_size)
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """The largest logit that is allowed wins: no row of its own needs computing."""
+        return self.sampling.temperature == 0 and self.adjuster.is_idle
 
 
 def candidates(logits: torch.Tensor, state: SamplerState) -> tuple[torch.Tensor, torch.Tensor]:
     """What may be drawn at a temperature above 0: ids [n] int64, ascending, and scores [n] f64.
 
-    ``logits`` [vocab] f64 are those after penalties and bias; the largest is finite.
+    ``logits`` [vocab] f64 are those after penalties, bias and mask; the largest is finite.
     """
     sampling = state.sampling
     # Relative to the best, so that no temperature, however small, overflows: the best score is 0.
@@ -53,11 +66,14 @@ def candidates(logits: torch.Tensor, state: SamplerState) -> tuple[torch.Tensor,
     keep = torch.isfinite(scores)
     if sampling.top_k > 0:
         keep &= filters.top_k(scores, sampling.top_k)
-    ids, scores = ids[keep], scores[keep]
+    if not bool(keep.all()):
+        ids, scores = ids[keep], scores[keep]
     if sampling.typical_p < 1:
         keep = filters.typical(scores, sampling.typical_p)
         ids, scores = ids[keep], scores[keep]
     if sampling.top_p >= 1:
+        if sampling.min_p == 0:
+            return ids, scores
         keep = filters.min_p(scores, sampling.min_p)
         return ids[keep], scores[keep]
     # min-p looks at nothing but the best token, which top-p never removes, so it may come first, where it
@@ -86,38 +102,82 @@ class Sampler:
         self._states.pop(sequence_id, None)
 
     def sample(
-        self, logits: torch.Tensor, sequence_ids: Sequence[int], positions: Sequence[int]
+        self,
+        logits: torch.Tensor,
+        sequence_ids: Sequence[int],
+        positions: Sequence[int],
+        masks: Sequence[bytes | None] = (),
     ) -> list[Draw]:
         """One draw per row of ``logits`` [rows, vocab] f32.
 
-        ``positions`` are the absolute positions of the drawn tokens, which the penalties count from then on.
+        ``positions`` are the absolute positions of the drawn tokens, which the penalties count from then on;
+        ``masks``, none or one per row, say which ids may be drawn (PlannedSequence.token_masks).
         """
         best, best_ids = logits.max(dim=-1)  # of equal logits the first; NaN when there is one
         usable = torch.isfinite(best).tolist()
         greedy_ids = best_ids.tolist()
-        draws = []
-        for row, (sequence_id, position) in enumerate(zip(sequence_ids, positions, strict=True)):
+        allowed, mask_rows = self._allowed(masks)
+        states = [self._states[sequence_id] for sequence_id in sequence_ids]
+        masked_greedy = [row for row in mask_rows if states[row].is_plain_greedy]
+        if masked_greedy:
+            # One argmax for all of them, as for the rows without a mask above.
+            keep = allowed[[mask_rows[row] for row in masked_greedy]].to(logits.device)
+            permitted = torch.where(keep, logits[masked_greedy], float("-inf"))
+            best, best_ids = permitted.max(dim=-1)
+            found = zip(masked_greedy, best.tolist(), best_ids.tolist(), strict=True)
+            for row, value, token_id in found:
+                greedy_ids[row] = token_id if value > float("-inf") else None
+        draws: list[Draw] = []
+        for row, (state, position) in enumerate(zip(states, positions, strict=True)):
             if not usable[row]:
                 draws.append(Draw(error=_describe_bad(logits[row], position, self._f16_kv)))
                 continue
-            state = self._states[sequence_id]
-            if state.sampling.temperature == 0 and state.adjuster.is_idle:
-                token_id = int(greedy_ids[row])
+            if state.is_plain_greedy:
+                token_id = greedy_ids[row]
             else:
-                drawn = self._draw(logits[row], state, position)
-                if drawn is None:
-                    draws.append(
-                        Draw(error=f"no token is left to draw at position {position}: logit_bias removed all")
-                    )
-                    continue
-                token_id = drawn
+                mask = allowed[mask_rows[row]] if row in mask_rows else None
+                token_id = self._draw(logits[row], state, position, mask)
+            if token_id is None:
+                what = "logit_bias" if row not in mask_rows else "logit_bias and the constraint"
+                draws.append(
+                    Draw(error=f"no token is left to draw at position {position}: {what} removed all")
+                )
+                continue
             state.adjuster.observe(token_id)
-            logprob = None if state.logprobs is None else raw_logprob(logits[row], token_id, state.logprobs)
-            draws.append(Draw(token_id, logprob))
+            draws.append(Draw(token_id))
+        self._add_logprobs(draws, logits, states)
         return draws
 
-    def _draw(self, logits: torch.Tensor, state: SamplerState, position: int) -> int | None:
+    def score_prompt(
+        self, logits: torch.Tensor, sequence_id: int, start_position: int
+    ) -> tuple[tuple[TokenLogprob, ...], str | None]:
+        """Logprobs of the prompt's tokens behind those at ``start_position`` and on, whose rows ``logits``
+        are, and what is wrong with the rows, if anything. A row behind which the prompt ends scores
+        nothing.
+        """
+        state = self._states[sequence_id]
+        token_ids = state.prompt_token_ids[start_position + 1 : start_position + 1 + logits.shape[0]]
+        rows = logits[: len(token_ids)]
+        if state.prompt_logprobs is None or not token_ids:
+            return (), None
+        usable = torch.isfinite(rows.max(dim=-1).values)
+        if not bool(usable.all()):
+            row = int(torch.argmin(usable.to(torch.uint8)))
+            return (), _describe_bad(rows[row], start_position + 1 + row)
+        return tuple(raw_logprobs(rows, token_ids, state.prompt_logprobs)), None
+
+    def _allowed(self, masks: Sequence[bytes | None]) -> tuple[torch.Tensor, dict[int, int]]:
+        """[masked rows, vocab] bool of what may be drawn, and by row of the logits its place there."""
+        given = [(row, mask) for row, mask in enumerate(masks) if mask is not None]
+        unpacked = unpack_masks([mask for _, mask in given], self._vocab_size)
+        return unpacked, {row: index for index, (row, _) in enumerate(given)}
+
+    def _draw(
+        self, logits: torch.Tensor, state: SamplerState, position: int, allowed: torch.Tensor | None
+    ) -> int | None:
         adjusted = state.adjuster.apply(logits.to(device="cpu", dtype=torch.float64))
+        if allowed is not None:
+            adjusted = torch.where(allowed, adjusted, float("-inf"))
         if not bool(torch.isfinite(adjusted.max())):
             return None
         if state.sampling.temperature == 0:
@@ -128,17 +188,16 @@ class Sampler:
         noise = gumbel_noise(row_key(state.seed, state.sample, position), ids)
         return int(ids[torch.argmax(scores + noise)])
 
-
-def raw_logprob(logits: torch.Tensor, token_id: int, top: int) -> TokenLogprob:
-    """Log-probability of a token, and the ``top`` best, under the raw softmax: no temperature, no penalty."""
-    log_p = torch.log_softmax(logits.to(device="cpu", dtype=torch.float64), -1)
-    best: tuple[tuple[int, float], ...] = ()
-    if top > 0:
-        ids = torch.nonzero(filters.keep_best(log_p, top)).squeeze(1)
-        ids = ids[torch.isfinite(log_p[ids])]
-        order = torch.sort(log_p[ids], descending=True, stable=True).indices
-        best = tuple((int(i), float(log_p[i])) for i in ids[order])
-    return TokenLogprob(token_id, float(log_p[token_id]), best)
+    def _add_logprobs(self, draws: list[Draw], logits: torch.Tensor, states: Sequence[SamplerState]) -> None:
+        """Fills in the logprobs of the rows that ask for them, those that ask for as many together."""
+        rows_by_top: dict[int, list[int]] = {}
+        for row, state in enumerate(states):
+            if state.logprobs is not None and draws[row].error is None:
+                rows_by_top.setdefault(state.logprobs, []).append(row)
+        for top, rows in rows_by_top.items():
+            ids = [draws[row].token_id for row in rows]
+            for row, logprob in zip(rows, raw_logprobs(logits[rows], ids, top), strict=True):
+                draws[row] = replace(draws[row], logprob=logprob)
 
 
 def _describe_bad(row: torch.Tensor, position: int, f16_kv: bool = False) -> str:

@@ -1,10 +1,66 @@
-"""The tensors of one forward pass, without policy: which tokens run, where KV goes, which KV each sees."""
+"""The tensors of one forward pass, without policy: which tokens run, where KV goes, which KV each sees.
+
+Forms of stored KV, told by the pages' element type, for K and V each:
+
+    f32, f16, bf16   [.., kv_heads, dim]
+    int8             [.., kv_heads, dim] int8, a scale per position and head:  x = q * scale
+    int4             [.., kv_heads, dim / 2] uint8, a scale per 32 elements:   H x = (q - 8) * scale
+                     byte i holds element i (low nibble) and element i + dim / 2 (high nibble)
+
+Scales are f16 [.., kv_heads, scales] and lie at the same layer, block and slot as their data, so whatever
+moves a block moves both. int4 stores rotated rows: H is the orthonormal Hadamard matrix, which spreads
+outliers over the head. Queries are rotated alike, which leaves the scores as they are, and what was weighted
+from rotated values is rotated back (H is its own inverse).
+
+The tail of int4. A query at position p reads the first ``head`` positions of its sequence and the positions
+above p - 128 in bf16 (rotated), everything else from the pages: a rule of positions only, so neither the cut
+into chunks nor drafted rows change what a query reads. Every position is also written to the pages at once,
+quantized from the same row: nothing is ever quantized again later, a block that leaves the tail, is shared
+or is copied already holds its final bytes, and a rollback has nothing to undo.
+
+The unquantized rows cannot lie in the blocks, which would then cost what they save, so each running sequence
+owns one ring of slots outside of them (TailStorage): ``head`` slots for the first positions, then ``recent``
+slots that later positions take in turn. What a step needs of older rows is staged together with its own rows
+before they overwrite the ring, so the ring need not hold a chunk; ``recent`` above 128 is room for rejected
+drafts. A ring holds only what its sequence computed since it began or resumed: positions taken from the
+prefix cache, or restored after a preemption, are read from the pages, whichever ring might still know them.
+So a result depends on the sequence's own positions and on how many of them it reused, never on what other
+sequences did. Without tail tables everything is read from the pages.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+
+TAIL_POSITIONS = 128
+"""Positions before and with a query that it reads unquantized from an int4 cache."""
+INT4_GROUP = 32
+"""Elements that share a scale in int4 pages."""
+
+
+@dataclass(frozen=True)
+class TailTables:
+    """Which unquantized rows a step reads and keeps; the same for all layer groups. Slots count within a
+    layer, over all rings.
+    """
+
+    read_slots: torch.Tensor
+    """[held] int64: slots of earlier positions, sequence by sequence, ascending by position."""
+    read_positions: torch.Tensor
+    """[held] int64"""
+    read_starts: torch.Tensor
+    """[sequences + 1] int32: what is held of sequence s is read_starts[s] .. read_starts[s + 1]."""
+    write_rows: torch.Tensor
+    """[kept] int64: the token rows of this step that later steps may need."""
+    write_slots: torch.Tensor
+    """[kept] int64: where they go; no slot twice."""
+    spans: torch.Tensor
+    """[sequences, 2] int64: unquantized are positions from the first on that lie below ``head``, and
+    positions from the second on."""
+    head: int
+    """Positions below this lie in a ring's first slots for as long as their sequence runs."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +79,8 @@ class GroupTables:
     """[tokens] int64: block id * block_size + offset, where each new token's K and V are stored."""
     key_lengths: torch.Tensor
     """[sequences] int32: committed plus new tokens; keys at positions below this exist."""
+    tail: TailTables | None = None
+    """For int4 storage only."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +107,46 @@ class ForwardBatch:
     length with each, so that the cut changes nothing."""
 
 
+@dataclass
+class TailStorage:
+    """Rings of unquantized rows of one LayerGroup, and what the layer that runs has staged from them."""
+
+    keys: torch.Tensor
+    """[layers, rings, head + recent, kv_heads, k_dim]"""
+    values: torch.Tensor
+    """[layers, rings, head + recent, kv_heads, v_dim]"""
+    head: int
+    """Slots of the first positions of a sequence."""
+    staged: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, repr=False)
+    """K and V [held + tokens, kv_heads, dim], written by the store of a layer, read by its attention."""
+
+    @property
+    def recent(self) -> int:
+        """Slots of the positions behind ``head``, taken in turn."""
+        return self.keys.shape[2] - self.head
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+    def slot(self, ring: int, position: int) -> int:
+        """The slot of a position within a layer."""
+        within = position if position < self.head else self.head + (position - self.head) % self.recent
+        return ring * self.keys.shape[2] + within
+
+
 @dataclass(frozen=True)
 class KVStorage:
     """The pages of one LayerGroup. ``keys[layer]`` is indexed by the layer's index within its group."""
 
     keys: torch.Tensor
-    """[layers, blocks, block_size, kv_heads, k_dim]"""
+    """[layers, blocks, block_size, kv_heads, k_dim or bytes of it]"""
     values: torch.Tensor
-    """[layers, blocks, block_size, kv_heads, v_dim]"""
+    """[layers, blocks, block_size, kv_heads, v_dim or bytes of it]"""
+    key_scales: torch.Tensor | None = None
+    """[layers, blocks, block_size, kv_heads, scales] f16, of int8 and int4 keys"""
+    value_scales: torch.Tensor | None = None
+    tail: TailStorage | None = None
 
     @property
     def block_size(self) -> int:
@@ -67,5 +157,25 @@ class KVStorage:
         return self.keys.shape[1]
 
     @property
+    def v_dim(self) -> int:
+        """Elements of a value head."""
+        return self.values.shape[4] * (2 if self.rotates_values else 1)
+
+    @property
+    def rotates_keys(self) -> bool:
+        """Keys are stored, and queries compared with them, in Hadamard space."""
+        return self.keys.dtype == torch.uint8
+
+    @property
+    def rotates_values(self) -> bool:
+        return self.values.dtype == torch.uint8
+
+    def pages(self) -> tuple[torch.Tensor, ...]:
+        """Every tensor that is indexed by [layer, block]: what a copy of a block has to copy."""
+        parts = (self.keys, self.values, self.key_scales, self.value_scales)
+        return tuple(part for part in parts if part is not None)
+
+    @property
     def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        """Bytes of all pages, scales included, and of the unquantized tail."""
+        return sum(part.nbytes for part in self.pages()) + (0 if self.tail is None else self.tail.nbytes)

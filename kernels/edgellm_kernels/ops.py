@@ -82,13 +82,14 @@ class QkNormRopeStore(Protocol):
         sin: torch.Tensor,
         kv: KVStorage,
         layer: int,
-        slot_mapping: torch.Tensor,
+        tables: GroupTables,
     ) -> torch.Tensor:
         """Split fused rows [tokens, qkv_width], norm q and k heads (where gains [k_dim] are given), rotate.
 
         cos and sin: f32 [tokens, pairs]; element i of a head turns with element i + pairs, those from 2 *
-        pairs on stay. K and V go to ``slot_mapping`` (a slot of -1 is written nowhere) in ``kv``'s type;
-        ``layer`` counts within the group. Returns the rotated q, f32 [tokens, heads, k_dim].
+        pairs on stay. K and V go to ``tables.slot_mapping`` (a slot of -1 is written nowhere) in ``kv``'s
+        form, and with ``tables.tail`` to its rings; what a row stores never depends on how many rows there
+        are. ``layer`` counts within the group. Returns the rotated q, f32 [tokens, heads, k_dim].
         """
         ...
 

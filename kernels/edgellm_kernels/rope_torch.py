@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from edgellm_kernels.batch import KVStorage
+from edgellm_kernels.batch import GroupTables, KVStorage
+from edgellm_kernels.kv_store_torch import store_kv
 from edgellm_kernels.norm_torch import rms_norm
 from edgellm_kernels.operands import HeadShape
 
@@ -20,15 +21,6 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
-def store_kv(k: torch.Tensor, v: torch.Tensor, kv: KVStorage, layer: int, slot_mapping: torch.Tensor) -> None:
-    """Write [tokens, kv_heads, dim] rows at their slots; a slot below 0 is written nowhere."""
-    if bool((slot_mapping < 0).any()):
-        kept = slot_mapping >= 0
-        k, v, slot_mapping = k[kept], v[kept], slot_mapping[kept]
-    for rows, pages in ((k, kv.keys[layer]), (v, kv.values[layer])):
-        pages.view(-1, *pages.shape[2:]).index_copy_(0, slot_mapping, rows.to(pages.dtype))
-
-
 def qk_norm_rope_store(
     qkv: torch.Tensor,
     shape: HeadShape,
@@ -39,7 +31,7 @@ def qk_norm_rope_store(
     sin: torch.Tensor,
     kv: KVStorage,
     layer: int,
-    slot_mapping: torch.Tensor,
+    tables: GroupTables,
 ) -> torch.Tensor:
     """See ops.QkNormRopeStore."""
     tokens = qkv.shape[0]
@@ -51,5 +43,5 @@ def qk_norm_rope_store(
         q = rms_norm(q, q_norm, eps)
     if k_norm is not None:
         k = rms_norm(k, k_norm, eps)
-    store_kv(rotate(k, cos, sin), v, kv, layer, slot_mapping)
+    store_kv(rotate(k, cos, sin), v, kv, layer, tables)
     return rotate(q, cos, sin)

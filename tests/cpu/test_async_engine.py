@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from edgellm.cache.block_pool import BlockPool
+from edgellm.cache.kv_manager import KVManager
+from edgellm.cache.sequence_blocks import GroupLayout
 from edgellm.contracts import FinishReason, GenerationRequest, SamplingParams, TokenEvent
 from edgellm.engine.async_engine import AsyncEngine, TokenStream
 from edgellm.engine.engine import Engine
@@ -31,16 +32,17 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def real_engine(
-    script: tuple[int, ...] = SCRIPT, context: int = 4096, **fields: Any
+    script: tuple[int, ...] = SCRIPT, context: int = 4096, max_running: int = 16, **fields: Any
 ) -> tuple[Engine, FakeRunner]:
     runner = FakeRunner(lambda prompt: script, block_size=16, **fields)
     engine = Engine(
         runner,
         ByteTokenizer(),
-        [BlockPool(context // 16, 16)],
+        KVManager([GroupLayout(None, context // 16)], 16),
         context_length=context,
         vocab_size=258,
         make_decoder=lambda request: StreamDecoder(ByteTokenizer()),
+        max_running=max_running,
     )
     return engine, runner
 
@@ -68,7 +70,7 @@ def text_of(events: list[TokenEvent]) -> str:
 
 def test_many_requests_each_get_their_own_answer() -> None:
     async def test() -> None:
-        runner = FakeRunner(lambda prompt: (*prompt, 33), block_size=16)
+        runner = FakeRunner(lambda prompt: (*prompt, 33), block_size=16, delay_s=0.001)
         engine, _ = real_engine()
         engine._runner = runner
         service = AsyncEngine(engine)
@@ -77,7 +79,7 @@ def test_many_requests_each_get_their_own_answer() -> None:
         results = await asyncio.gather(*(collect(s) for s in streams))
         assert [text_of(events) for events in results] == [n + "!" for n in names]
         assert all(events[-1].finish_reason is FinishReason.LENGTH for events in results)
-        assert results[7][0].queue_position is not None
+        assert results[39][0].queue_position is not None
         await service.aclose()
 
     run(test)
@@ -110,6 +112,7 @@ def test_a_slow_reader_stalls_nobody_and_loses_nothing() -> None:
         slow = service.submit(request("slow", 3000))
         quick = await collect(service.submit(request("quick")))
         assert text_of(quick) == "hello world"
+        await until(lambda: not engine.has_work())
         events = []
         largest = 0
         async for event in slow:
@@ -239,7 +242,7 @@ def test_dropping_a_stream_cancels_its_request() -> None:
 
 def test_cancel_delivers_the_partial_answer() -> None:
     async def test() -> None:
-        engine, _ = real_engine(delay_s=0.001)
+        engine, _ = real_engine(delay_s=0.001, max_running=1)
         service = AsyncEngine(engine)
         stream = service.submit(request("r", None))
         waiting = service.submit(request("w", None))

@@ -246,7 +246,7 @@ def test_a_context_above_the_trained_one_is_clamped_and_said(complete: Any, mode
             for option in ("--schema", "--grammar", "--beams", "--input", "--output", "--draft")
         ),
         (["--temp", "warm"], 2, "temp"),
-        (["--kv-dtype", "int4"], 2, "int4"),
+        (["--kv-dtype", "fp8"], 2, "fp8"),
     ],
 )
 def test_a_bad_option_is_one_line(

@@ -9,10 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
-from edgellm.cache.kv_storage import allocate_storage, kv_bytes, kv_dtype, largest_context, make_pools
+from edgellm.cache.kv_storage import allocate_storage, group_layouts, kv_bytes, kv_type, largest_context
 from edgellm.contracts import FinishReason, GenerationRequest, PlannedSequence, SamplingParams
 from edgellm.runner.batch_builder import build_batch
 from edgellm_models.errors import BadInputError
@@ -334,28 +333,28 @@ def test_cache_sizes_are_the_worked_numbers() -> None:
     MiB.
     """
     smollm = spec_of([None] * 30, 3, 64, 8192)
-    assert kv_bytes(smollm, 8192, torch.float16, 1) == 180 * 2**20
+    assert kv_bytes(smollm, 8192, kv_type("f16"), 1) == 180 * 2**20
     gemma = spec_of([512, 512, 512, 512, 512, None] * 3, 1, 256, 32768)
-    assert round(kv_bytes(gemma, 32768, torch.float16, 1) / 2**20, 2) == 103.73
-    assert kv_bytes(gemma, 16, torch.float32, 1) == 18 * 16 * 2048
+    assert round(kv_bytes(gemma, 32768, kv_type("f16"), 1) / 2**20, 2) == 103.73
+    assert kv_bytes(gemma, 16, kv_type("f32"), 1) == 18 * 16 * 2048
 
 
 def test_storage_is_what_was_planned() -> None:
     spec = spec_of([32, None, 32], 2, 16, 1024)
-    pools = make_pools(spec, 200, 64, 16)
-    storage = allocate_storage(spec, pools, kv_dtype("f16"))
-    assert sum(s.nbytes for s in storage) == kv_bytes(spec, 200, torch.float16, 64)
+    groups = group_layouts(spec, 200, 64, 16)
+    storage = allocate_storage(spec, [g.num_blocks for g in groups], kv_type("f16"))
+    assert sum(s.nbytes for s in storage) == kv_bytes(spec, 200, kv_type("f16"), 64)
     assert [tuple(s.keys.shape) for s in storage] == [(2, 7, 16, 2, 16), (1, 13, 16, 2, 16)]
     with pytest.raises(BadInputError, match="int3"):
-        kv_dtype("int3")
+        kv_type("int3")
 
 
 @pytest.mark.parametrize("budget", [10_000, 123_456, 10**7, 10**9])
 def test_the_largest_context_fits_and_one_more_does_not(budget: int) -> None:
     spec = spec_of([64, None, 64], 2, 16, 5000)
-    context = largest_context(spec, budget, torch.float32, 512)
-    assert context == 0 or kv_bytes(spec, context, torch.float32, 512) <= budget
-    assert context == 5000 or kv_bytes(spec, context + 1, torch.float32, 512) > budget
+    context = largest_context(spec, budget, kv_type("f32"), 512)
+    assert context == 0 or kv_bytes(spec, context, kv_type("f32"), 512) <= budget
+    assert context == 5000 or kv_bytes(spec, context + 1, kv_type("f32"), 512) > budget
 
 
 @pytest.mark.real_model
@@ -369,12 +368,12 @@ def test_pages_that_are_never_written_cost_no_memory() -> None:
     """A long context that a short chat never fills must not be paid for."""
     code = (
         "import resource\n"
-        "from edgellm.cache.kv_storage import allocate_storage, kv_dtype, make_pools\n"
+        "from edgellm.cache.kv_storage import allocate_storage, kv_type\n"
         "from tests.support.engines import spec_of\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "spec = spec_of([None] * 8, 8, 64, 32768)\n"
         "before = peak()\n"
-        "storage = allocate_storage(spec, make_pools(spec, 32768, 512, 16), kv_dtype('f32'))\n"
+        "storage = allocate_storage(spec, [32768 // 16], kv_type('f32'))\n"
         "print(sum(s.nbytes for s in storage) // 1024, peak() - before)\n"
     )
     root = Path(__file__).resolve().parents[2]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from edgellm.cache.kv_storage import kv_type
 from edgellm.cli.runtime import Runtime, choose_context, load_runtime
 from edgellm.client.local_client import LocalClient
 from edgellm.config import EngineConfig
@@ -24,6 +25,7 @@ from edgellm.contracts import (
     Queued,
     SamplingParams,
 )
+from edgellm.engine.engine import MAX_RUNNING
 from edgellm_models.errors import BadInputError, Notice, ResourceError
 from tests.support.bigram import make_bigram
 from tests.support.engines import spec_of
@@ -194,9 +196,10 @@ def test_leaving_early_frees_the_engine_for_the_next(endless: Path) -> None:
 def test_waiting_is_shown(endless: Path) -> None:
     async def test(client: LocalClient) -> None:
         sampling = SamplingParams(temperature=0.0, max_new_tokens=100)
-        both = await asyncio.gather(*(collect(client.stream_chat(n, HELLO, sampling)) for n in "xy"))
-        queued = [e for events in both for e in events if isinstance(e, Queued)]
-        assert queued == [Queued(1)] and all(len(text_of(events)) == 100 for events in both)
+        names = [f"c{i}" for i in range(MAX_RUNNING + 1)]
+        answers = await asyncio.gather(*(collect(client.stream_chat(n, HELLO, sampling)) for n in names))
+        queued = [e for events in answers for e in events if isinstance(e, Queued)]
+        assert queued == [Queued(1)] and all(len(text_of(events)) == 100 for events in answers)
 
     run(endless, test)
 
@@ -250,13 +253,11 @@ def test_loading_says_what_is_in_force(scripted: Path) -> None:
 
 
 def test_the_context_is_what_fits_in_half_of_the_free_memory() -> None:
-    import torch
-
     spec = spec_of([None] * 4, 2, 16, 1000)  # 1,024 bytes per token in f32
     block = 16 * 1024
 
     def chosen(asked: int | None, free: int | None) -> tuple[int, str]:
-        context, notice = choose_context(spec, asked, torch.float32, 512, free)
+        context, notice = choose_context(spec, asked, kv_type("f32"), 512, free)
         assert str(context) in notice.detail
         return context, notice.kind
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from edgellm_kernels import attention_torch
+from edgellm_kernels import attention_plan_torch, attention_torch
 from edgellm_kernels.batch import ForwardBatch, GroupTables, KVStorage
 from edgellm_kernels.ops import load_kernels
 
@@ -239,11 +239,16 @@ def test_many_tiles_equal_one(monkeypatch: pytest.MonkeyPatch, window: int | Non
 PREFILL = """
 import resource, sys
 import torch
+from edgellm_kernels.batch import KVStorage
+from edgellm_kernels.kv_store_torch import quantize_int8
 from edgellm_kernels.ops import load_kernels
 from tests.cpu.test_ops_attention import Sequence, make_batch
 
 tokens = int(sys.argv[1])
 batch, kv, _, _ = make_batch([Sequence(tokens, tokens)], kv_heads=3, k_dim=64, v_dim=64, block_size=16)
+if sys.argv[2] == "int8":
+    keys, key_scales = quantize_int8(kv.keys.nan_to_num_())
+    kv = KVStorage(keys, keys.clone(), key_scales, key_scales.clone())
 q = torch.randn((tokens, 9, 64))
 kernels = load_kernels("cpu")
 torch.bmm(torch.randn(2, 300, 300), torch.randn(2, 300, 300))  # the libraries' own buffers
@@ -255,13 +260,35 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux only")
 def test_scratch_memory_of_a_long_prefill_is_linear() -> None:
-    """8,192 queries by 8,192 keys by 9 heads would be 2.4 GB of scores; tiles need a few dozen MB."""
+    """8,192 queries by 8,192 keys by 9 heads would be 2.4 GB of scores; tiles need a few dozen MB. Quantized
+    pages are decoded tile by tile, so they need no more.
+    """
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
-    result = subprocess.run(
-        [sys.executable, "-c", PREFILL, "8192"], env=environment, capture_output=True, text=True, check=True
-    )
+    peaks = {}
+    for tokens, kv_type in ((8192, "f32"), (4096, "f32"), (4096, "int8")):
+        command = [sys.executable, "-c", PREFILL, str(tokens), kv_type]
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        peaks[tokens, kv_type] = int(result.stdout)
     inputs = 2 * 8192 * 9 * 64 * 4 / 1024  # the scaled queries and the result
-    assert int(result.stdout) - inputs < 64 * 1024, result.stdout
+    assert peaks[8192, "f32"] - inputs < 64 * 1024, peaks
+    assert peaks[8192, "f32"] <= 2.2 * peaks[4096, "f32"], peaks
+    assert peaks[4096, "int8"] - inputs / 2 < 64 * 1024, peaks
+
+
+def test_decoding_rows_of_many_sequences_are_computed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen rows of sequences of like lengths make one padded batch; one of another size stays apart."""
+    lengths = [60 + 3 * i for i in range(16)] + [900]
+    batch, kv, keys, values = make_batch([Sequence(n, 1) for n in lengths])
+    plan = KERNELS.plan_attention(batch, batch.groups[0], 4)
+    joined, alone = plan.split(None, 32)
+    assert [group.sequences for group in joined] == [16] and [s.key_length for s in alone] == [900]
+    q = torch.randn((17, 4, 16))
+    expected = dense(q, [Sequence(n, 1) for n in lengths], keys, values, 0.25)
+    torch.testing.assert_close(attend(batch, kv, q), expected, rtol=1e-4, atol=1e-5)
+    monkeypatch.setattr(attention_plan_torch, "MAX_BATCH_ELEMENTS", 4 * 105 * 32)
+    joined, alone = KERNELS.plan_attention(batch, batch.groups[0], 4).split(None, 32)
+    assert len(joined) > 2 and max(group.sequences for group in joined) < 8
+    torch.testing.assert_close(attend(batch, kv, q), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_cost_follows_the_live_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,9 +296,11 @@ def test_cost_follows_the_live_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     original = attention_torch._read
 
-    def counting(pages: torch.Tensor, sequence: object, first: int, last: int) -> torch.Tensor:
+    def counting(
+        pages: torch.Tensor, scales: torch.Tensor | None, sequence: object, first: int, last: int
+    ) -> torch.Tensor:
         read.append(last - first)
-        return original(pages, sequence, first, last)  # type: ignore[arg-type]
+        return original(pages, scales, sequence, first, last)  # type: ignore[arg-type]
 
     monkeypatch.setattr(attention_torch, "_read", counting)
     batch, kv, _, _ = make_batch([Sequence(4000, 1)])
@@ -287,11 +316,11 @@ def test_cost_follows_the_live_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_consecutive_blocks_are_not_copied() -> None:
     batch, kv, _, _ = make_batch([Sequence(64, 1)], order="consecutive")
     plan = KERNELS.plan_attention(batch, batch.groups[0], 4)
-    view = attention_torch._read(kv.keys[1], plan.sequences[0], 0, 16)
+    view = attention_torch._read(kv.keys[1], None, plan.sequences[0], 0, 16)
     assert view.untyped_storage().data_ptr() == kv.keys.untyped_storage().data_ptr()
     batch, kv, _, _ = make_batch([Sequence(64, 1)])
     plan = KERNELS.plan_attention(batch, batch.groups[0], 4)
-    copy = attention_torch._read(kv.keys[1], plan.sequences[0], 0, 16)
+    copy = attention_torch._read(kv.keys[1], None, plan.sequences[0], 0, 16)
     assert copy.untyped_storage().data_ptr() != kv.keys.untyped_storage().data_ptr()
 
 

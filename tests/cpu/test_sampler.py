@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -20,9 +21,11 @@ from transformers.generation.logits_process import (
 
 from edgellm.contracts import SamplingParams, SequenceStart
 from edgellm.runner import filters
+from edgellm.runner.logprobs import raw_logprob, raw_logprobs
 from edgellm.runner.noise import NOISE_SPAN, gumbel_noise, hash32, row_key
 from edgellm.runner.penalties import LogitAdjuster
-from edgellm.runner.sampler import Sampler, SamplerState, candidates, raw_logprob
+from edgellm.runner.sampler import Sampler, SamplerState, candidates
+from edgellm.runner.token_mask import unpack_masks
 from edgellm_models.errors import BadInputError
 
 VOCAB = 600
@@ -364,6 +367,129 @@ def test_logprobs_are_of_the_raw_softmax_and_sorted() -> None:
     sparse = torch.tensor([0.0, float("-inf"), 0.0, 0.0])
     assert raw_logprob(sparse, 2, 4).top == tuple((i, pytest.approx(-math.log(3))) for i in (0, 2, 3))
     assert raw_logprob(sparse, 2, 0).top == ()
+
+
+def test_logprobs_of_equal_tokens_are_the_lowest_ids() -> None:
+    rows = torch.zeros(3, 40)
+    rows[1, [7, 30, 31]] = 1.0
+    rows[2, :] = torch.arange(40)
+    found = raw_logprobs(rows, [5, 6, 7], 2)
+    assert [[i for i, _ in f.top] for f in found] == [[0, 1], [7, 30], [39, 38]]
+    assert found == [raw_logprob(row, i, 2) for row, i in zip(rows, (5, 6, 7), strict=True)]
+
+
+# --- token masks ---
+
+
+def mask_of(ids: Iterable[int], vocab: int = VOCAB) -> bytes:
+    """Packed as contracts.PlannedSequence.token_masks says, bit by bit."""
+    mask = bytearray(-(-vocab // 8))
+    for token_id in ids:
+        mask[token_id // 8] |= 1 << token_id % 8
+    return bytes(mask)
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 8, 9, 600, 4099])
+def test_masks_unpack_bit_by_bit(vocab: int) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    expected = torch.rand(5, vocab, generator=generator) < 0.3
+    masks = [mask_of(torch.nonzero(row).squeeze(1).tolist(), vocab) for row in expected]
+    assert torch.equal(unpack_masks(masks, vocab), expected)
+    assert torch.equal(unpack_masks([m + b"\xff\xff\xff" for m in masks], vocab), expected)
+    short = [m[: len(m) // 2] for m in masks]
+    expected[:, len(short[0]) * 8 :] = False
+    assert torch.equal(unpack_masks(short, vocab), expected)
+    assert not unpack_masks([b""], vocab).any()
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=0, repetition_penalty=1.5, presence_penalty=1.0),
+        SamplingParams(temperature=1.5),
+        SamplingParams(temperature=1.0, top_k=3),
+        SamplingParams(temperature=1.0, top_p=0.2, min_p=0.3, typical_p=0.9),
+        SamplingParams(temperature=0, logit_bias={3: 50.0, 400: 60.0}),
+    ],
+)
+def test_nothing_outside_the_mask_is_drawn_and_filters_count_only_what_it_allows(
+    sampling: SamplingParams,
+) -> None:
+    """The draw is that from a row in which every forbidden logit is -inf from the start."""
+    for index, row in enumerate(random_logits(12, seed=9).float()):
+        allowed = sorted({(index * 37 + k * k) % VOCAB for k in range(25)} | {3, 599})
+        row[allowed] = row[allowed].clamp(min=-60)
+        barred = torch.full_like(row, float("-inf"))
+        barred[allowed] = row[allowed]
+        sampler = Sampler(VOCAB)
+        for i in (0, 1):
+            sampler.start(SequenceStart(i, (1, 599), sampling, seed=index))
+        masks = [mask_of(allowed), None]
+        for position in range(3, 8):
+            masked, expected = sampler.sample(torch.stack([row, barred]), [0, 1], [position] * 2, masks)
+            assert masked.token_id == expected.token_id in allowed
+
+
+def test_masked_and_free_rows_in_one_batch() -> None:
+    """F12 with constraints: each row obeys its own mask and no other, in one batch as alone."""
+    rows = random_logits(6, seed=4).float()
+    rows[5, 100] = float("nan")
+    settings = [SamplingParams(temperature=t) for t in (0, 0, 0, 1.0, 1.0, 0)]
+    masks = [None, mask_of([17]), mask_of(range(250, 300)), mask_of([590, 7]), None, mask_of([3])]
+    sampler = Sampler(VOCAB)
+    for i, sampling in enumerate(settings):
+        sampler.start(SequenceStart(i, (), sampling, seed=i, logprobs=2))
+    draws = sampler.sample(rows, range(6), [9] * 6, masks)
+    assert [d.token_id for d in draws[:3]] == [
+        int(rows[0].argmax()),
+        17,
+        250 + int(rows[2, 250:300].argmax()),
+    ]
+    assert draws[3].token_id in (590, 7)
+    assert draws[4].token_id == draw_one(rows[4], settings[4], seed=4, position=9)
+    assert draws[5].error is not None and "NaN" in draws[5].error
+    for row, draw in zip(rows[:5], draws[:5], strict=True):  # the mask does not reach the logprobs
+        assert draw.logprob == raw_logprob(row, draw.token_id, 2)
+
+
+def test_a_mask_that_leaves_nothing_is_an_error_of_its_row() -> None:
+    rows = torch.zeros(4, 8)
+    rows[2, 1] = float("-inf")
+    sampler = Sampler(8)
+    settings = [
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=0, logit_bias={2: 100.0}),
+    ]
+    for i, sampling in enumerate(settings):
+        sampler.start(SequenceStart(i, (), sampling, seed=i))
+    masks = [mask_of([], 8), mask_of([], 8), mask_of([1], 8), mask_of([5], 8)]
+    for draw in sampler.sample(rows, range(4), [6] * 4, masks):
+        assert draw.error is not None and "constraint" in draw.error and "6" in draw.error
+
+
+# --- prompt logprobs ---
+
+
+def test_prompt_tokens_are_scored_over_chunks() -> None:
+    prompt = (4, 9, 300, 2, 77)
+    rows = random_logits(5, seed=6).float()
+    sampler = Sampler(VOCAB)
+    sampler.start(SequenceStart(0, prompt, SamplingParams(), 1, prompt_logprobs=3))
+    first, error = sampler.score_prompt(rows[:2], 0, 0)
+    second, other = sampler.score_prompt(rows[2:], 0, 2)
+    assert error is None and other is None
+    assert first + second == tuple(
+        raw_logprob(row, i, 3) for row, i in zip(rows[:4], prompt[1:], strict=True)
+    )
+    assert sampler.score_prompt(rows, 0, 4) == ((), None)
+    broken = rows.clone()
+    broken[1, 5] = float("inf")
+    assert "2" in (sampler.score_prompt(broken, 0, 0)[1] or "")
+    sampler.start(SequenceStart(1, prompt, SamplingParams(), 1))
+    assert sampler.score_prompt(rows, 1, 0) == ((), None)
 
 
 def test_an_ended_sequence_is_forgotten() -> None:

@@ -97,7 +97,7 @@ def test_a_wrong_file_names_file_and_key(tmp_path: Path, text: str, words: list[
     [
         ("EDGELLM_CTX", "5k", "EDGELLM_CTX must be an integer"),
         ("EDGELLM_TEMP", "inf", "EDGELLM_TEMP must be a finite number"),
-        ("EDGELLM_KV_DTYPE", "int8", "EDGELLM_KV_DTYPE int8 is not in this version"),
+        ("EDGELLM_KV_DTYPE", "fp8", "EDGELLM_KV_DTYPE fp8 is not in this version"),
         ("EDGELLM_KV_POLICY", "trim", "EDGELLM_KV_POLICY trim is not in this version"),
         ("EDGELLM_SPEC_RULE", "rejection", "EDGELLM_SPEC_RULE rejection is not in this version"),
         ("EDGELLM_GPU_LAYERS", "12", "EDGELLM_GPU_LAYERS 12 is not in this version"),
@@ -113,7 +113,7 @@ def test_a_wrong_variable_is_named(tmp_path: Path, name: str, value: str, word: 
 def test_a_wrong_flag_is_a_usage_error(tmp_path: Path) -> None:
     for config, word in [
         (EngineConfig(ctx=0), "--ctx must be"),
-        (EngineConfig(kv_dtype="int4"), "--kv-dtype int4 is not in this version"),
+        (EngineConfig(kv_dtype="fp8"), "--kv-dtype fp8 is not in this version"),
         (EngineConfig(kv_budget="9"), "--kv-budget is not in this version"),
         (EngineConfig(min_p=2.0), "--min-p must be from 0"),
         (EngineConfig(temp=-1.0), "--temp must be"),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from edgellm.cache.kv_storage import allocate_storage, kv_dtype, make_pools
+from edgellm.cache.kv_manager import KVManager
+from edgellm.cache.kv_storage import allocate_storage, group_layouts, kv_type
 from edgellm.contracts import FinishReason, GenerationRequest, SamplingParams, TokenEvent
 from edgellm.engine.engine import Engine
 from edgellm.runner.model_runner import ModelRunner
@@ -25,25 +26,49 @@ class LoadedEngine:
 
 
 def load_engine(
-    path: Path, *, context: int | None = None, chunk: int = 512, block_size: int = 16, kv: str = "f32"
+    path: Path,
+    *,
+    context: int | None = None,
+    chunk: int = 512,
+    block_size: int = 16,
+    kv: str = "f32",
+    num_blocks: Sequence[int] | None = None,
+    max_running: int = 16,
+    token_budget: int | None = None,
+    prefix_cache: bool = True,
 ) -> LoadedEngine:
-    """The engine of a model file or folder, with any chunk and block size."""
+    """The engine of a model file or folder, with any chunk and block size. ``num_blocks``: of each layer
+    group, instead of those of one whole context."""
     checkpoint = open_checkpoint(path)
     tokenizer = load_tokenizer(path, checkpoint.file_format, checkpoint.metadata)
     decoder = build_decoder(checkpoint)
     spec = decoder.spec
     length = context or spec.context_length
-    pools = make_pools(spec, length, chunk, block_size)
-    storage = allocate_storage(spec, pools, kv_dtype(kv))
+    groups = group_layouts(spec, length, chunk, block_size)
+    if num_blocks is not None:
+        groups = tuple(replace(group, num_blocks=n) for group, n in zip(groups, num_blocks, strict=True))
+    storage = allocate_storage(
+        spec,
+        [group.num_blocks for group in groups],
+        kv_type(kv),
+        block_size=block_size,
+        num_rings=2 * max_running,
+    )
     engine = Engine(
         ModelRunner(decoder, storage, vocab_size=spec.vocab_size, block_size=block_size),
         tokenizer,
-        pools,
+        KVManager(groups, block_size, enable_prefix_cache=prefix_cache),
         context_length=length,
         vocab_size=spec.vocab_size,
         rope_switch_length=spec.rope_switch_length,
-        make_decoder=lambda request: StreamDecoder(tokenizer, continues_text=request.continues_text),
+        make_decoder=lambda request: StreamDecoder(
+            tokenizer,
+            # A constraint is about the answer's whole text, its first space included.
+            continues_text=request.continues_text or request.constraint is not None,
+        ),
         prefill_chunk=chunk,
+        max_running=max_running,
+        token_budget=token_budget,
     )
     return LoadedEngine(engine, tokenizer)
 

@@ -10,6 +10,7 @@ from typing import Any
 from edgellm.contracts import (
     ChatEvent,
     ChatMessage,
+    ConstraintSpec,
     Delta,
     DraftCounts,
     EngineStats,
@@ -72,6 +73,7 @@ class FakeBackend:
         self.model = model
         self.count = count
         self.calls: list[tuple[str, tuple[ChatMessage, ...], SamplingParams]] = []
+        self.constraints: list[ConstraintSpec | None] = []
         self.cancelled: list[str] = []
         self.closed = False
         self.stats_reads = 0
@@ -91,7 +93,9 @@ class FakeBackend:
         messages: Sequence[ChatMessage],
         sampling: SamplingParams,
         tools: Sequence[Mapping[str, Any]] = (),
+        constraint: ConstraintSpec | None = None,
     ) -> AsyncIterator[ChatEvent]:
+        self.constraints.append(constraint)
         script = self.scripts[min(len(self.calls), len(self.scripts) - 1)]
         self.calls.append((conversation_id, tuple(messages), sampling))
         self._cancel = asyncio.Event()

@@ -52,7 +52,9 @@ class FakeRuntime:
 class RecordingBackend(FakeBackend):
     """Writes what it was asked to FAKE_RECORD, one JSON object per request."""
 
-    def stream_chat(self, conversation_id: str, messages: Any, sampling: Any, tools: Any = ()) -> Any:
+    def stream_chat(
+        self, conversation_id: str, messages: Any, sampling: Any, tools: Any = (), constraint: Any = None
+    ) -> Any:
         path = os.environ.get("FAKE_RECORD")
         if path:
             asked = {
@@ -63,10 +65,11 @@ class RecordingBackend(FakeBackend):
                 "seed": sampling.seed,
                 "stop": list(sampling.stop),
                 "max_new_tokens": sampling.max_new_tokens,
+                "constraint": None if constraint is None else [constraint.kind.value, constraint.text],
             }
             with open(path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(asked) + "\n")
-        return super().stream_chat(conversation_id, messages, sampling, tools)
+        return super().stream_chat(conversation_id, messages, sampling, tools, constraint)
 
 
 def main() -> None:

@@ -62,11 +62,11 @@ class ByteTokenizer:
 
 @dataclass
 class FakeRunner:
-    """Answers plans from a script of ids per answer position: ``script(sequence_id, prompt)`` is the whole
-    answer.
+    """Answers plans from a script of ids per answer position: ``script(prompt)`` is the whole answer.
 
-    ``burst`` tokens come per step, as accepted drafts would. Checks what every plan must hold: positions
-    without gaps, a start before the first use, a block for every new position, and no use after the end.
+    ``burst`` tokens come per step where the plan lets as many be drafted. Checks what every plan must hold:
+    positions without gaps, a start before the first use, a block for every new position, and no use after the
+    end. What the blocks hold is the business of PagedFakeRunner.
     """
 
     script: Callable[[tuple[int, ...]], Sequence[int]]
@@ -89,35 +89,36 @@ class FakeRunner:
             raise RuntimeError("the kernel is on fire")
         self.plans.append(plan)
         for ended in plan.ended:
-            del self.prompts[ended], self.answers[ended], self.committed[ended]
+            del self.prompts[ended], self.answers[ended]
+            self.committed.pop(ended, None)
         for start in plan.started:
             assert start.sequence_id not in self.prompts
             self.prompts[start.sequence_id] = start.prompt_token_ids
             self.answers[start.sequence_id] = []
-            self.committed[start.sequence_id] = 0
         return StepResult(plan.step, tuple(self._result(s) for s in plan.sequences))
 
     def _result(self, planned: PlannedSequence) -> SequenceResult:
         sid = planned.sequence_id
         prompt, answer = self.prompts[sid], self.answers[sid]
         tokens = [*prompt, *answer]
-        assert planned.start_position == self.committed[sid]
+        assert planned.start_position <= self.committed.get(sid, len(prompt)), "a gap"
         end = planned.start_position + len(planned.token_ids)
         assert list(planned.token_ids) == tokens[planned.start_position : end]
         for table in planned.block_tables:
             for position in range(planned.start_position, end):
                 assert table[position // self.block_size] >= 0
-        assert planned.needs_logits == (end >= len(prompt))
+        assert planned.needs_logits == (end == len(tokens))
         self.committed[sid] = end
         if not planned.needs_logits:
             return SequenceResult(sid, ())
         if self.error_at is not None and len(answer) >= self.error_at:
             return SequenceResult(sid, (), error="NaN in the logits")
         script = list(self.script(prompt))
-        new = [script[i % len(script)] for i in range(len(answer), len(answer) + self.burst)]
+        count = min(self.burst, 1 + planned.draft_limit)
+        new = [script[i % len(script)] for i in range(len(answer), len(answer) + count)]
         answer.extend(new)
         self.committed[sid] = len(prompt) + len(answer) - 1
-        return SequenceResult(sid, tuple(new), draft_proposed=self.burst - 1, draft_accepted=self.burst - 1)
+        return SequenceResult(sid, tuple(new), draft_proposed=count - 1, draft_accepted=count - 1)
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,43 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
+from edgellm.cache.kv_storage import KVType, allocate_storage
+from edgellm.cache.tail_rings import TailRings
+from edgellm.runner.kv_state import build_tail_tables
 from edgellm_kernels.batch import ForwardBatch, GroupTables, KVStorage
 from edgellm_models.network.decoder import Decoder
+from edgellm_models.network.spec import ModelSpec
+
+
+def poisoned_storage(
+    spec: ModelSpec, num_blocks: int, kv_type: str | tuple[str, str], block_size: int, num_rings: int = 20
+) -> list[KVStorage]:
+    """Pages of a type (or one of keys and one of values) that hold NaN bytes: reading what was never stored
+    shows.
+    """
+    names = (kv_type, kv_type) if isinstance(kv_type, str) else kv_type
+    made = [
+        allocate_storage(
+            spec,
+            [num_blocks] * len(spec.kv_groups),
+            KVType(name, name),
+            block_size=block_size,
+            num_rings=num_rings,
+        )
+        for name in names
+    ]
+    storages = []
+    for keys, values in zip(*made, strict=True):
+        tail = keys.tail or values.tail
+        storage = KVStorage(keys.keys, values.values, keys.key_scales, values.value_scales, tail)
+        for part in (*storage.pages(), *(() if tail is None else (tail.keys, tail.values))):
+            part.view(torch.uint8).fill_(0xFF)
+        storages.append(storage)
+    return storages
 
 
 class PagedRun:
@@ -20,7 +52,8 @@ class PagedRun:
         *,
         num_blocks: int = 256,
         block_size: int = 4,
-        dtype: torch.dtype = torch.float32,
+        kv_type: str | tuple[str, str] = "f32",
+        tails: bool = True,
         scattered: bool = True,
         free_dead: bool = True,
         seed: int = 0,
@@ -31,12 +64,10 @@ class PagedRun:
         self.free_dead = free_dead
         self.windows = [group.window for group in spec.kv_groups]
         self.free: list[list[int]] = []
-        self.storages: list[KVStorage] = []
-        for group in spec.kv_groups:
-            shape = (len(group.layers), num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
-            # NaN where nothing was stored: reading such a slot shows.
-            keys, values = (torch.full(shape, float("nan"), dtype=dtype) for _ in range(2))
-            self.storages.append(KVStorage(keys, values))
+        self.storages = poisoned_storage(spec, num_blocks, kv_type, block_size)
+        tail = self.storages[0].tail if tails else None
+        self.rings = None if tail is None else TailRings(tail.keys.shape[1], tail.recent)
+        for _ in spec.kv_groups:
             ids = list(range(num_blocks))
             if scattered:
                 random.Random(seed).shuffle(ids)
@@ -67,7 +98,16 @@ class PagedRun:
             positions += range(self.lengths[name], self.lengths[name] + len(ids))
             starts.append(len(positions))
         wanted = [len(ids) if last is None else min(last, len(ids)) for _, ids in chunks]
-        groups = tuple(self._group(g, chunks) for g in range(len(self.windows)))
+        tail = None
+        if self.rings is not None and self.storages[0].tail is not None:
+            lengths = [self.lengths[name] for name, _ in chunks]
+            counts = [len(ids) for _, ids in chunks]
+            spans = [
+                self.rings.step(list(self.lengths).index(name), self.lengths[name], len(ids))
+                for name, ids in chunks
+            ]
+            tail = build_tail_tables(spans, lengths, counts, self.storages[0].tail)
+        groups = tuple(replace(self._group(g, chunks), tail=tail) for g in range(len(self.windows)))
         batch = ForwardBatch(
             token_ids=torch.tensor([token for _, ids in chunks for token in ids], dtype=torch.int64),
             positions=torch.tensor(positions, dtype=torch.int64),

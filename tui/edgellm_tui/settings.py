@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from edgellm.contracts import SamplingParams
+from edgellm.contracts import ConstraintSpec, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -14,6 +14,8 @@ class ChatSettings:
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
     system_prompt: str = ""
+    constraint: ConstraintSpec | None = None
+    """What every answer must be."""
     theme: str = "edgellm-dark"
     """One of the screen's own themes or of Textual's."""
     flush_interval_s: float = 0.1

@@ -134,7 +134,10 @@ class ReplyStream:
     async def _read(self, messages: Sequence[ChatMessage], sampling: SamplingParams) -> Finished | None:
         progress = self.progress
         turn_started = time.monotonic()
-        async for event in self._backend.stream_chat(self._conversation_id, messages, sampling):
+        stream = self._backend.stream_chat(
+            self._conversation_id, messages, sampling, constraint=self._settings.constraint
+        )
+        async for event in stream:
             now = time.monotonic()
             match event:
                 case Delta():

@@ -63,7 +63,7 @@ def attention(
         *cos_sin,
         group.storage,
         index_in_group,
-        group.tables.slot_mapping,
+        group.tables,
     )
     attended = kernels.paged_attention(
         q,

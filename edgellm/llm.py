@@ -1,0 +1,323 @@
+"""The Python API: a model, prompts in, answers out. A composition root beside the commands."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+import uuid
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from edgellm.contracts import (
+    ChatMessage,
+    ConstraintSpec,
+    EngineStats,
+    FinishReason,
+    GenerationRequest,
+    ModelInfo,
+    Notice,
+    RequestTimings,
+    SamplingParams,
+    TokenEvent,
+    TokenLogprob,
+    Usage,
+)
+from edgellm_models.errors import BadInputError, EngineError
+
+if TYPE_CHECKING:
+    from edgellm.cli.runtime import Runtime
+    from edgellm.engine.async_engine import TokenStream
+    from edgellm_models.tokenizer.chat_encoding import ChatEncoder, RememberedAnswer
+
+DEFAULT_MAX_TOKENS = 256
+
+Prompt = str | Sequence[int]
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class LLMAnswer:
+    """One sampled answer to one prompt."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    timings: RequestTimings
+    seed: int
+    logprobs: tuple[TokenLogprob, ...] = ()
+    error: str | None = None
+    """Why it broke off, where ``finish_reason`` is ERROR."""
+
+
+@dataclass(frozen=True)
+class LLMResult:
+    """Everything that came of one prompt."""
+
+    prompt_token_ids: tuple[int, ...]
+    answers: tuple[LLMAnswer, ...]
+    """``num_samples`` of them."""
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """Of the prompt's tokens from the second on."""
+    notices: tuple[Notice, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The first answer's text."""
+        return self.answers[0].text
+
+
+class LLM:
+    """A loaded model. The prompts of one call run together, and beside those of calls from other threads.
+
+    with LLM("smollm2-135m", ctx=2048) as llm:
+        for result in llm.generate(["The capital of France is", "1, 2, 3,"]):
+            print(result.text)
+    """
+
+    def __init__(
+        self, model: str | Path, *, on_notice: Callable[[Notice], None] | None = None, **settings: Any
+    ) -> None:
+        """``model`` is what commands take: a catalog name, a path, ``hf:...``; fetched if it is not here.
+
+        ``settings`` are the fields of ``EngineConfig``; what is not given comes from the environment and the
+        configuration files. ``on_notice`` hears what was chosen or changed, which ``notices`` keeps as well.
+        """
+        from edgellm.cli.runtime import load_runtime
+        from edgellm.config import EngineConfig
+        from edgellm.locations import Locations
+        from edgellm_models.catalog import pull_model, resolve_model
+
+        self._lock = threading.Lock()
+        self._encoder: ChatEncoder | None = None
+        self._remembered: tuple[RememberedAnswer, ...] = ()
+        self._resolved = EngineConfig(model=str(model), **settings).resolve()
+        locations = Locations.from_environment()
+        found = resolve_model(str(model), locations.models)
+        path = found.path
+        if path is None:
+            assert found.entry is not None
+            locations.ensure(locations.models)
+            path = pull_model(
+                found.entry, locations.models, on_notice=on_notice or (lambda notice: None)
+            ).path
+        self._runtime: Runtime = load_runtime(self._resolved, path, found.name, on_notice)
+        self._recommended = dict(found.entry.sampling) if found.entry is not None else {}
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets go of the model."""
+        self._runtime.close()
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._runtime.info
+
+    @property
+    def notices(self) -> tuple[Notice, ...]:
+        """What loading chose or changed."""
+        return self._runtime.notices
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._runtime.engine.stats()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | None = None,
+        *,
+        num_samples: int = 1,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        constraint: ConstraintSpec | None = None,
+    ) -> list[LLMResult]:
+        """Continues texts, or lists of token ids, without a chat template: a result per prompt, in order.
+
+        Greedy and at most 256 tokens unless ``sampling`` says otherwise. BadInputError, before anything runs,
+        names the first prompt that cannot be served.
+        """
+        if sampling is None:
+            base = SamplingParams(temperature=0.0, max_new_tokens=DEFAULT_MAX_TOKENS)
+            sampling = self._resolved.sampling_params(base)
+        requests = [
+            GenerationRequest(
+                uuid.uuid4().hex,
+                self._ids(prompt),
+                sampling,
+                num_samples=num_samples,
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+                constraint=constraint,
+                continues_text=True,
+            )
+            for prompt in _as_list(prompts)
+        ]
+        return self._run(requests)
+
+    def chat(
+        self,
+        messages: Sequence[ChatMessage | Mapping[str, Any]],
+        sampling: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        num_samples: int = 1,
+        logprobs: int | None = None,
+        constraint: ConstraintSpec | None = None,
+    ) -> LLMResult:
+        """Answers a conversation under the model's chat template. Messages may be dictionaries as OpenAI has
+        them.
+
+        ``sampling`` None takes what the catalog, then the model recommends. A later call with this answer as
+        an assistant message finds its keys and values in the cache. BadInputError for a base model.
+        """
+        from edgellm.chat.remembered import remember
+        from edgellm.chat.request import build_request
+
+        if sampling is None:
+            base: dict[str, Any] = dict(
+                self._recommended or self._runtime.sampling_defaults or FALLBACK_SAMPLING
+            )
+            sampling = self._resolved.sampling_params(SamplingParams(**base))
+        with self._lock:
+            encoder, remembered = self._chat_encoder(), self._remembered
+        built = build_request(
+            encoder,
+            [_message(message) for message in messages],
+            sampling,
+            context_length=self.info.context_length,
+            tools=tools,
+            remembered=remembered,
+            num_samples=num_samples,
+            logprobs=logprobs,
+            constraint=constraint,
+        )
+        [result] = self._run([built.request])
+        with self._lock:
+            for answer in result.answers:
+                self._remembered = remember(self._remembered, answer.text, answer.token_ids)
+        return replace(result, notices=(*built.notices, *result.notices))
+
+    # --- inside ---
+
+    def _ids(self, prompt: Prompt) -> tuple[int, ...]:
+        if not isinstance(prompt, str):
+            return tuple(prompt)
+        tokenizer = self._runtime.tokenizer
+        ids = tokenizer.encode(prompt)
+        if not ids and tokenizer.bos_id is not None:
+            ids = [tokenizer.bos_id]
+        return tuple(ids)
+
+    def _chat_encoder(self) -> ChatEncoder:
+        from edgellm.chat.request import chat_encoder
+
+        if self._encoder is None:
+            templates = self._runtime.load_templates()
+            self._encoder, _ = chat_encoder(self._runtime.tokenizer, templates, model_name=self.info.name)
+        return self._encoder
+
+    def _run(self, requests: Sequence[GenerationRequest]) -> list[LLMResult]:
+        engine = self._runtime.engine
+        for index, request in enumerate(requests):
+            try:
+                engine.validate(request)
+            except BadInputError as error:
+                raise BadInputError(f"prompt {index}: {error}" if len(requests) > 1 else str(error)) from None
+
+        async def collect(stream: TokenStream) -> list[TokenEvent]:
+            return [event async for event in stream]
+
+        async def answer() -> list[list[TokenEvent]]:
+            streams = [engine.submit(request) for request in requests]
+            return list(await asyncio.gather(*map(collect, streams)))
+
+        def give_up() -> None:
+            for request in requests:
+                engine.cancel(request.request_id)
+
+        found = _in_own_loop(answer(), give_up)
+        return [_result(request, events) for request, events in zip(requests, found, strict=True)]
+
+
+def _in_own_loop(work: Coroutine[Any, Any, _T], give_up: Callable[[], None]) -> _T:
+    """Runs a coroutine in a loop and thread of its own: the caller may be in a running loop, as in a
+    notebook. An interrupt calls ``give_up``, which must end the work, and waits for that."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="edgellm-llm", daemon=True)
+    thread.start()
+    future = asyncio.run_coroutine_threadsafe(work, loop)
+    try:
+        return future.result()
+    except BaseException:
+        give_up()
+        concurrent.futures.wait([future])
+        raise
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+FALLBACK_SAMPLING: Mapping[str, float] = {"temperature": 0.7, "top_p": 0.95, "min_p": 0.05}
+"""Where neither the catalog nor the model recommends anything."""
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many as many: a sequence of integers is one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _message(message: ChatMessage | Mapping[str, Any]) -> ChatMessage:
+    """BadInputError names the keys that a message does not have."""
+    if isinstance(message, ChatMessage):
+        return message
+    try:
+        return ChatMessage(**message)
+    except TypeError as error:
+        raise BadInputError(
+            f"a message has a role, content and perhaps tool_calls, not the keys {sorted(message)}: {error}"
+        ) from None
+
+
+def _result(request: GenerationRequest, events: Sequence[TokenEvent]) -> LLMResult:
+    answers = []
+    for sample in range(request.num_samples):
+        own = [event for event in events if event.sample == sample]
+        last = own[-1]
+        if last.usage is None or last.timings is None or last.seed is None:
+            raise EngineError(f"the engine has failed and serves no more: {last.error}")
+        assert last.finish_reason is not None
+        answers.append(
+            LLMAnswer(
+                text="".join(event.text for event in own),
+                token_ids=tuple(token for event in own for token in event.token_ids),
+                finish_reason=last.finish_reason,
+                usage=last.usage,
+                timings=last.timings,
+                seed=last.seed,
+                logprobs=tuple(logprob for event in own for logprob in event.logprobs),
+                error=last.error,
+            )
+        )
+    return LLMResult(
+        request.prompt_token_ids,
+        tuple(answers),
+        tuple(logprob for event in events for logprob in event.prompt_logprobs),
+        tuple(event.notice for event in events if event.notice is not None),
+    )

@@ -1,0 +1,1 @@
+"""Which tokens of which sequences the next step runs. Integers only, no torch."""
