@@ -206,7 +206,9 @@ class LLM:
         [result] = self._run([built.request])
         with self._lock:
             for answer in result.answers:
-                self._remembered = remember(self._remembered, answer.text, answer.token_ids)
+                self._remembered = remember(
+                    self._remembered, answer.text, answer.token_ids, self._runtime.tokenizer
+                )
         return replace(result, notices=(*built.notices, *result.notices))
 
     # --- inside ---

@@ -176,7 +176,7 @@ def load_runtime(
         "device %s, %d threads, KV cache %s, context %d; kernels: %s",
         device,
         torch.get_num_threads(),
-        str(dtype).removeprefix("torch."),
+        kv.name,
         context,
         ", ".join(f"{op} {backend}" for op, backend in explain(device, preferred=resolved.kernels).items()),
     )

@@ -163,7 +163,7 @@ class Sampler:
         usable = torch.isfinite(rows.max(dim=-1).values)
         if not bool(usable.all()):
             row = int(torch.argmin(usable.to(torch.uint8)))
-            return (), _describe_bad(rows[row], start_position + 1 + row)
+            return (), _describe_bad(rows[row], start_position + 1 + row, self._f16_kv)
         return tuple(raw_logprobs(rows, token_ids, state.prompt_logprobs)), None
 
     def _allowed(self, masks: Sequence[bytes | None]) -> tuple[torch.Tensor, dict[int, int]]:
