@@ -98,9 +98,10 @@ def command(
     if mode.why:
         output.note(mode.why)
 
-    from edgellm.cli.model_access import local_model
+    from edgellm.cli.model_access import local_model, named_by
 
-    found, path = local_model(resolved.model, output)
+    with named_by(resolved):
+        found, path = local_model(resolved.model, output)
     unnamed = bool(words) and model is None and resolved.origins.get("model") != FLAG
     opening = Opening(resolved, found, path, unnamed)
     if mode.kind == "screen":

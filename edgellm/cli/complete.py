@@ -75,7 +75,7 @@ def command(
     """
     from dataclasses import replace
 
-    from edgellm.cli.model_access import local_model
+    from edgellm.cli.model_access import local_model, named_by
     from edgellm.cli.options import resolve_settings
     from edgellm.cli.output import current_output
     from edgellm.config import FLAG
@@ -101,10 +101,13 @@ def command(
         if not as_json:
             output.notice(notice)
 
-    found, path = local_model(resolved.model, output)
+    with named_by(resolved):
+        found, path = local_model(resolved.model, output)
     from edgellm.cli.runtime import default_model_notice, load_runtime
 
     first = [default_model_notice(found.name)] if model is None and resolved.origins["model"] != FLAG else []
+    if not prompt:
+        first.append(Notice("empty_prompt", "the prompt is empty, so the text begins from nothing"))
     for notice in first:
         show(notice)
     runtime = load_runtime(resolved, path, found.name, show)
@@ -118,7 +121,7 @@ def command(
             )
         run(runtime, request, result)
         if result.reached_limit and resolved.max_tokens is None:  # who set a limit knows it
-            detail = f"the answer was cut at {sampling.max_new_tokens} tokens; --max-tokens N allows more"
+            detail = f"the answer was cut at {DEFAULT_MAX_TOKENS} tokens; --max-tokens N allows more"
             result.notices.append(Notice("max_tokens", detail))
         for notice in result.notices:
             show(notice)

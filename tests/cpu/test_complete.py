@@ -202,7 +202,10 @@ def test_the_default_limit_is_said(complete: Any, endless: Path) -> None:
 
 
 def test_empty_prompts(complete: Any, model: Path, tmp_path: Path) -> None:
+    for asked in (complete(model, ""), complete("-m", model, stdin=b"")):
+        assert asked.code == 0 and "note: the prompt is empty" in asked.err and asked.out == "one two three."
     found = complete(model, "", "--json").json
+    assert [n["kind"] for n in found["notices"]].count("empty_prompt") == 1
     assert len(found["prompt_token_ids"]) == 1 and found["text"] == "one two three."
     refused = complete(model, "", "--no-special")
     assert refused.code == 65 and "empty" in refused.err and refused.out == ""
