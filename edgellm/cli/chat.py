@@ -165,12 +165,17 @@ class Mode:
 
 def choose_mode(environ: Mapping[str, str], *, has_prompt: bool, plain: bool) -> Mode:
     """The screen where a person sits at a terminal that can show it, unless there is a prompt already."""
+    from edgellm.cli.output import is_terminal
+
     if has_prompt:
         return Mode("once")
     if not (sys.stdin is not None and sys.stdin.isatty()):
         return Mode("none")
     if plain or not sys.stdout.isatty():
         return Mode("lines")
+    if os.name != "nt" and not is_terminal(sys.__stderr__):
+        # There Textual draws on standard error; redirected, the screen would go into the file.
+        return Mode("lines", "standard error is no terminal, so here is the line mode instead of the screen")
     term = environ.get("TERM", "")
     if not can_show_screen(term):
         shown = f"TERM={term}" if term else "TERM is not set"

@@ -53,7 +53,7 @@ MAX_LOGPROBS = 20
     metavar="N",
     type=click.IntRange(0, MAX_LOGPROBS),
     default=None,
-    help=f"Report N alternatives per token (0 to {MAX_LOGPROBS}), with --json.",
+    help="Report N alternatives per token, with --json.",
 )
 @option("--ignore-eos", is_flag=True, help="Go on behind the model's end tokens.")
 @option("--no-special", is_flag=True, help="Take control strings in the prompt as text and add no BOS.")
@@ -86,7 +86,9 @@ def command(
     model, prompt = split_words(words, model_named=settings.get("model") is not None)
     if prompt is not None:
         check_text("PROMPT", prompt)
-    if logprobs is not None and not as_json:
+    context = click.get_current_context()
+    by_flag = context.get_parameter_source("logprobs") is click.core.ParameterSource.COMMANDLINE
+    if logprobs is not None and not as_json and by_flag:  # as a variable it waits for a --json
         raise UsageError("--logprobs needs --json, which is where they are reported")
     resolved = resolve_settings(settings, model=model)
     base = SamplingParams(temperature=0.0, max_new_tokens=DEFAULT_MAX_TOKENS)

@@ -259,6 +259,17 @@ def test_a_bad_option_is_one_line(
     assert (result.code, result.out, result.err.count("\n")) == (code, "", 1) and words in result.err
 
 
+def test_logprobs_as_a_variable_wait_for_json(
+    complete: Any, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGELLM_LOGPROBS", "2")
+    assert complete(model, "x").code == 0
+    assert all(len(found["top"]) == 2 for found in complete(model, "x", "--json").json["logprobs"])
+    monkeypatch.setenv("EDGELLM_LOGPROBS", "-1")
+    result = complete(model, "x")
+    assert result.code == 78 and "EDGELLM_LOGPROBS" in result.err
+
+
 def test_an_empty_model_and_a_prompt_that_is_no_text_are_refused(complete: Any, model: Path) -> None:
     for words in (("x", "-m", ""), ("", "x")):
         result = complete(*words)
