@@ -43,6 +43,7 @@ class EdgeChat(App[int]):
     CSS_PATH = "app.tcss"
     TITLE = "edgellm"
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (30, "-wide")]  # noqa: RUF012 (declared by Textual)
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (18, "-high")]  # noqa: RUF012 (declared by Textual)
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("ctrl+c", "interrupt", "Stop, copy or quit", show=False, priority=True),
     ]
