@@ -31,9 +31,9 @@ from edgellm_tui.screens.help import HelpScreen
 from edgellm_tui.settings import ChatSettings
 from edgellm_tui.slash import SlashCommand, UnknownCommand, parse_slash
 from edgellm_tui.stream_worker import ReplyStream
-from edgellm_tui.widgets.figures import count_text
+from edgellm_tui.widgets.figures import count_text, path_text
 from edgellm_tui.widgets.prompt import ChatPrompt, Verdict
-from edgellm_tui.widgets.reply import Reply, finished_line
+from edgellm_tui.widgets.reply import Reply, finished_line, first_token_s
 from edgellm_tui.widgets.status_line import StatusLine, TopBar
 from edgellm_tui.widgets.transcript import ErrorLine, QuietLine, Transcript, UserMessage
 
@@ -75,6 +75,7 @@ class ChatScreen(Screen[None]):
         self._message_taken = False
         """A message has left the prompt and its answer has not begun."""
         self._pending_prompt = ""
+        self._context_before = 0
         self._last_answer = ""
         self._interrupted_at = float("-inf")
         self._hint_timer: Timer | None = None
@@ -126,8 +127,9 @@ class ChatScreen(Screen[None]):
             return Verdict.LATER
         parsed = parse_slash(text)
         if isinstance(parsed, UnknownCommand):
+            typed = parsed.typed if len(parsed.typed) <= 14 else f"{parsed.typed[:13]}…"
             near = f"did you mean /{parsed.nearest}?" if parsed.nearest else "F1 lists the commands"
-            self.show_hint(f"/{parsed.typed} is no command, {near} (// sends it as text)")
+            self.show_hint(f"/{typed} is no command, {near} (// sends it as text)")
             return Verdict.WRONG
         self._message_taken = isinstance(parsed, str)
         self._prompt.remember(text)
@@ -146,6 +148,7 @@ class ChatScreen(Screen[None]):
 
     async def _send(self, text: str) -> None:
         self._pending_prompt = text
+        self._context_before = self._top.context_used
         self._turns.append(ChatMessage("user", text))
         self._reply = Reply()
         # Set before the first await, so that a second Enter finds the screen busy.
@@ -198,20 +201,21 @@ class ChatScreen(Screen[None]):
         finished, reply = event.finished, self._reply
         self._end_reply()
         self._top.context_used = finished.usage.prompt_tokens + finished.usage.completion_tokens
-        self._status.ttft_s = finished.timings.ttft_s or self._status.ttft_s
-        self._status.answer_tokens_per_s = (
-            finished.timings.decode_tokens_per_s or self._status.answer_tokens_per_s
-        )
+        # The engine's figures, as in the answer's last line; until here they were this screen's own.
+        self._status.ttft_s = first_token_s(finished)
+        self._status.answer_tokens_per_s = finished.timings.decode_tokens_per_s or None
         self._status.phase = "stopped" if finished.reason is FinishReason.CANCELLED else "ready"
         if reply is not None:
             self._keep_answer(reply)
             stopped = finished.reason in (FinishReason.CANCELLED, FinishReason.LENGTH)
-            await reply.finish(finished_line(finished), style="-cut" if stopped else "")
+            drawn = self._settings.sampling.temperature > 0
+            await reply.finish(finished_line(finished, drawn=drawn), style="-cut" if stopped else "")
             self._transcript.text_arrived()
 
     @on(ReplyFailed)
     async def _reply_failed(self, event: ReplyFailed) -> None:
         reply = self._reply
+        self._refresh_progress()
         self._end_reply()
         self._status.phase = "failed"
         if reply is not None:
@@ -220,6 +224,7 @@ class ChatScreen(Screen[None]):
             if not kept:
                 # The question was not answered, so it is no part of the conversation: give it back.
                 self._turns.pop()
+                self._top.context_used = self._context_before
                 if not self._prompt.draft:
                     self._prompt.replace_text(self._pending_prompt)
         await self._transcript.add(ErrorLine(event.error))
@@ -378,15 +383,22 @@ class ChatScreen(Screen[None]):
         if not self._last_answer:
             self.show_hint("There is no answer to save yet")
             return
-        folder = self._settings.save_folder or Path.cwd()
-        path = folder / Path(argument or f"answer-{time.strftime('%Y%m%d-%H%M%S')}.md").expanduser()
+        name = argument or f"answer-{time.strftime('%Y%m%d-%H%M%S')}.md"
+        path = Path(name)
         try:
+            path = (self._settings.save_folder or Path.cwd()) / path.expanduser()
+            text = self._last_answer.encode()
             # "x": a file that is there is somebody's work.
-            with path.open("x", encoding="utf-8", newline="") as file:
-                file.write(self._last_answer)
+            with path.open("xb") as file:
+                file.write(text)
         except FileExistsError:
-            self.show_hint(f"{path} exists already and was left alone")
-        except (OSError, UnicodeEncodeError) as error:
-            self.show_hint(f"Not saved: {error}")
+            self.show_hint(f"{path_text(path)} exists already and was left alone")
+        except OSError as error:
+            why = error.strerror or type(error).__name__
+            self.show_hint(f"Not saved, {why.lower()}: {path_text(path, 30)}")
+        except UnicodeEncodeError:
+            self.show_hint("Not saved: a part of the answer is no text that a file can hold")
+        except (RuntimeError, ValueError):  # a home folder that is not known, a NUL
+            self.show_hint(f"Not saved, no such path: {path_text(path, 30)}")
         else:
-            self.show_hint(f"Saved to {path}")
+            self.show_hint(f"Saved to {path_text(path, 60)}")

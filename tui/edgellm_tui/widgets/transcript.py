@@ -77,7 +77,7 @@ class Scroller(VerticalScroll, can_focus=False):
     def at_end(self) -> bool:
         """The newest text is in view, or will be with the next layout, which an anchored column follows.
 
-        The position says it late, without telling a watcher; in a column shorter than the view it is negative.
+        The position says it late, without telling a watcher; in a column shorter than the view it is below 0.
         """
         follows = self._anchored and not self._anchor_released
         return follows or self.max_scroll_y <= 0 or self.is_vertical_scroll_end
