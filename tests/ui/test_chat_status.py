@@ -111,16 +111,17 @@ def test_a_hint_goes_when_the_view_grows_to_the_end() -> None:
     ("sampling", "foot"),
     [
         (SamplingParams(temperature=0.7), "seed 1234"),
-        (SamplingParams(temperature=0.7, seed=77), "seed 77"),
+        (SamplingParams(temperature=0.7, seed=2**32 - 1), "seed 4294967295"),
         (SamplingParams(temperature=0.0), None),
     ],
 )
 def test_the_seed_of_a_drawn_answer_is_told(sampling: SamplingParams, foot: str | None) -> None:
     async def scenario() -> None:
-        app = chat_app(FakeBackend(), sampling=sampling)
-        async with app.run_test() as pilot:
+        script = Script(pieces=["a "] * 1200, burst=100, reason=FinishReason.LENGTH, prefill=((99, 99, 9),))
+        app = chat_app(FakeBackend(script), sampling=sampling)
+        async with app.run_test(size=(80, 24)) as pilot:
             await send(pilot, app, "Hi")
-            await until(pilot, lambda: "first token" in shown(app), "figures")
+            await until(pilot, lambda: "cut: token limit" in shown(app), "figures")
             assert foot in shown(app) if foot else "seed" not in shown(app)
 
     asyncio.run(scenario())

@@ -26,6 +26,8 @@ def finished_line(finished: Finished, *, drawn: bool = False) -> str:
     """
     tokens, timings = finished.usage.completion_tokens, finished.timings
     parts = [f"{count_text(tokens)} token{'' if tokens == 1 else 's'}"]
+    if drawn:  # before the figures, which are in the bar too: a narrow window cuts the end
+        parts.append(f"seed {finished.seed}")
     if timings.decode_tokens_per_s:
         parts.append(f"{rate_text(timings.decode_tokens_per_s)} tok/s")
     first_token = first_token_s(finished)
@@ -33,8 +35,6 @@ def finished_line(finished: Finished, *, drawn: bool = False) -> str:
         parts.append(f"first token {seconds_text(first_token)}")
     if finished.usage.cached_tokens:
         parts.append(f"{count_text(finished.usage.cached_tokens)} cached")
-    if drawn:
-        parts.append(f"seed {finished.seed}")
     ending = {
         FinishReason.CANCELLED: "■ stopped",
         FinishReason.LENGTH: "▲ cut: token limit",
