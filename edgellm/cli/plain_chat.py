@@ -243,7 +243,8 @@ def line_mode(
     read_line = read or _reader()
     info = backend.info()
     output.note(
-        f"{info.name} · {info.quantization} · Ctrl-D leaves, Ctrl-C stops an answer, /new starts over"
+        f"{info.name} · {info.quantization} · "
+        "/quit or Ctrl-D leaves, Ctrl-C stops an answer, /new starts over"
     )
     messages, conversation_id = conversation(system), uuid.uuid4().hex
     with asyncio.Runner() as runner:

@@ -298,6 +298,7 @@ def test_line_mode_talks_stops_and_leaves_with_0(terminal: Start, tmp_path: Path
     """H15: Ctrl-D at the empty prompt leaves with 0; Ctrl-C during an answer only stops it."""
     record = tmp_path / "asked"
     window = terminal("--plain", "--system", "Be brief.", FAKE_SCRIPTS=HELD, FAKE_RECORD=str(record))
+    window.until("/quit or Ctrl-D leaves")
     window.until("> ")
     window.send("One\r")
     window.until("The capital")
