@@ -5,9 +5,11 @@ Precedence: flag > environment EDGELLM_NAME > the project's .edgellm.toml > the 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 import os
+import stat
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -129,6 +131,10 @@ SETTINGS = (
 BY_NAME: Mapping[str, Setting] = {setting.name: setting for setting in SETTINGS}
 
 
+Problems = dict[str, EdgeLLMError]
+"""By setting what is wrong with it."""
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """What the user wrote as flags (or a caller as arguments); None is "not said"."""
@@ -219,6 +225,13 @@ class ResolvedConfig:
         except EdgeLLMError as error:
             raise self._blame(error) from None
 
+    def check_sampling(self, values: Mapping[str, Any]) -> None:
+        """Raises what ``sampling_params`` raises when one of these is out of range."""
+        try:
+            SamplingParams(**values)
+        except EdgeLLMError as error:
+            raise self._blame(error) from None
+
     def _blame(self, error: EdgeLLMError) -> EdgeLLMError:
         word = str(error).split(" ", 1)[0]
         setting = next((s for s in SETTINGS if s.sampling == word), None)
@@ -237,12 +250,14 @@ def resolve(
     environ: Mapping[str, str] | None = None,
     folder: Path | None = None,
     user_file: Path | None = None,
+    problems: Problems | None = None,
 ) -> ResolvedConfig:
     """Joins flags, environment and both files.
 
     ``folder`` is where the search for the project's file begins (default: the current one); ``user_file`` is
     the user's config.toml (default: that of the locations). ConfigError (exit 78) names the file or variable
-    and the key; a bad flag is a UsageError (exit 2).
+    and the key; a bad flag is a UsageError (exit 2). With ``problems`` wrong values of variables and files
+    are put there instead, by setting; one that cannot be read gives way to the next layer.
     """
     environ = os.environ if environ is None else environ
     if user_file is None:
@@ -252,11 +267,11 @@ def resolve(
     project_file = find_project_file(folder)
     layers: list[tuple[str, Mapping[str, Any]]] = [
         (FLAG, _flags(config)),
-        ("environment", _from_environment(environ)),
+        ("environment", _from_environment(environ, problems)),
     ]
     if project_file is not None:
-        layers.append((str(project_file), read_config_file(project_file)))
-    layers.append((str(user_file), read_config_file(user_file)))
+        layers.append((str(project_file), read_config_file(project_file, problems)))
+    layers.append((str(user_file), read_config_file(user_file, problems)))
 
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -268,7 +283,11 @@ def resolve(
                 origins[setting.name] = setting.variable if origin == "environment" else origin
                 break
     resolved = ResolvedConfig(**values, origins=origins)
-    resolved.sampling_params(SamplingParams())
+    for setting in SETTINGS:
+        value = values[setting.name]
+        if setting.sampling is not None and value is not None:
+            with _collected(setting, problems if origins[setting.name] != FLAG else None):
+                resolved.check_sampling({setting.sampling: value})
     return resolved
 
 
@@ -278,16 +297,22 @@ def find_project_file(folder: Path | None = None) -> Path | None:
     home = Path.home()
     for place in (start, *start.parents):
         candidate = place / PROJECT_FILE
-        if candidate.is_file():
+        if candidate.exists():  # what is no file is refused when it is read
             return candidate
         if place == home or (place / ".git").exists():
             return None
     return None
 
 
-def read_config_file(path: Path) -> dict[str, Any]:
-    """The checked settings of one TOML file; an absent file is empty. ConfigError names file and key."""
+def read_config_file(path: Path, problems: Problems | None = None) -> dict[str, Any]:
+    """The checked settings of one TOML file; an absent file is empty. ConfigError names file and key.
+
+    ``problems`` collects wrong values of settings instead.
+    """
     try:
+        mode = path.stat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISCHR(mode)):  # a pipe would wait for a writer
+            raise ConfigError(f"{path} is not a file; it should hold a few settings")
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
     except (FileNotFoundError, NotADirectoryError):
@@ -305,7 +330,8 @@ def read_config_file(path: Path) -> dict[str, Any]:
         setting = BY_NAME.get(key)
         if setting is None:
             raise ConfigError(f"{path}: unknown key {key!r}{_nearest(key)}")
-        settings[key] = _checked(setting, value, _place(str(path), setting), ConfigError)
+        with _collected(setting, problems):
+            settings[key] = _checked(setting, value, _place(str(path), setting), ConfigError)
     return settings
 
 
@@ -325,6 +351,17 @@ def parse_text(setting: Setting, text: str) -> Any:
     return text
 
 
+@contextlib.contextmanager
+def _collected(setting: Setting, problems: Problems | None) -> Iterator[None]:
+    """Puts an error into ``problems`` under the setting's name, where there is such a place."""
+    try:
+        yield
+    except EdgeLLMError as error:
+        if problems is None:
+            raise
+        problems.setdefault(setting.name, error)
+
+
 def _flags(config: EngineConfig) -> dict[str, Any]:
     given = {f.name: getattr(config, f.name) for f in fields(config)}
     return {
@@ -334,17 +371,18 @@ def _flags(config: EngineConfig) -> dict[str, Any]:
     }
 
 
-def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+def _from_environment(environ: Mapping[str, str], problems: Problems | None) -> dict[str, Any]:
     found = {}
     for setting in SETTINGS:
         text = environ.get(setting.variable, "")
         if not text:
             continue
-        try:
-            value = parse_text(setting, text)
-        except ValueError:
-            raise ConfigError(f"{setting.variable} must be {_rule(setting)}, not {text!r}") from None
-        found[setting.name] = _checked(setting, value, setting.variable, ConfigError)
+        with _collected(setting, problems):
+            try:
+                value = parse_text(setting, text)
+            except ValueError:
+                raise ConfigError(f"{setting.variable} must be {_rule(setting)}, not {text!r}") from None
+            found[setting.name] = _checked(setting, value, setting.variable, ConfigError)
     return found
 
 

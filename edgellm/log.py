@@ -43,6 +43,12 @@ def log_answer(model: str, reason: FinishReason, usage: Usage, timings: RequestT
     )
 
 
+def log_error(exit_code: int, text: str) -> None:
+    """One line for an error, where anything listens; it has been said on standard error already."""
+    if ERROR.hasHandlers():
+        ERROR.error("exit %d: %s", exit_code, text)
+
+
 def show_log(write: Callable[[str], None], *, everything: bool) -> None:
     """Sends the log to ``write``, a line at a time: edgellm's own or, on a debugging level, everyone's."""
     logger = logging.getLogger() if everything else logging.getLogger("edgellm")

@@ -104,9 +104,10 @@ def command(
     if mode.why:
         output.note(mode.why)
 
-    from edgellm.cli.model_access import local_model
+    from edgellm.cli.model_access import local_model, named_by
 
-    found, path = local_model(resolved.model, output)
+    with named_by(resolved):
+        found, path = local_model(resolved.model, output)
     unnamed = bool(words) and model is None and resolved.origins.get("model") != FLAG
     opening = Opening(resolved, found, path, constraint, unnamed)
     if mode.kind == "screen":
@@ -170,12 +171,17 @@ class Mode:
 
 def choose_mode(environ: Mapping[str, str], *, has_prompt: bool, plain: bool) -> Mode:
     """The screen where a person sits at a terminal that can show it, unless there is a prompt already."""
+    from edgellm.cli.output import is_terminal
+
     if has_prompt:
         return Mode("once")
     if not (sys.stdin is not None and sys.stdin.isatty()):
         return Mode("none")
     if plain or not sys.stdout.isatty():
         return Mode("lines")
+    if os.name != "nt" and not is_terminal(sys.__stderr__):
+        # There Textual draws on standard error; redirected, the screen would go into the file.
+        return Mode("lines", "standard error is no terminal, so here is the line mode instead of the screen")
     term = environ.get("TERM", "")
     if not can_show_screen(term):
         shown = f"TERM={term}" if term else "TERM is not set"

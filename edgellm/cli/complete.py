@@ -68,7 +68,7 @@ MAX_LOGPROBS = 20
     metavar="N",
     type=click.IntRange(0, MAX_LOGPROBS),
     default=None,
-    help=f"Report N alternatives per token (0 to {MAX_LOGPROBS}), with --json.",
+    help="Report N alternatives per token, with --json.",
 )
 @option(
     "--input",
@@ -113,7 +113,7 @@ def command(
     from edgellm.cli.batch import BatchSettings, batch_files, report_batch, run_batch
     from edgellm.cli.beams import refuse_with_beams, run_beams, unused_settings
     from edgellm.cli.constraint_files import read_constraint
-    from edgellm.cli.model_access import local_model
+    from edgellm.cli.model_access import local_model, named_by
     from edgellm.cli.options import resolve_settings
     from edgellm.cli.output import current_output
     from edgellm.config import FLAG
@@ -121,7 +121,9 @@ def command(
     from edgellm.log import log_answer, log_notice
     from edgellm_models.errors import Notice, UsageError
 
-    if logprobs is not None and not as_json:
+    context = click.get_current_context()
+    by_flag = context.get_parameter_source("logprobs") is click.core.ParameterSource.COMMANDLINE
+    if logprobs is not None and not as_json and by_flag:  # as a variable it waits for a --json
         raise UsageError("--logprobs needs --json, which is where they are reported")
     files = batch_files(input_path, output_path, words, settings, beams=beams, as_json=as_json)
     model: str | None
@@ -150,10 +152,13 @@ def command(
         if not as_json:
             output.notice(notice)
 
-    found, path = local_model(resolved.model, output)
+    with named_by(resolved):
+        found, path = local_model(resolved.model, output)
     from edgellm.cli.runtime import default_model_notice, load_runtime
 
     first = [default_model_notice(found.name)] if model is None and resolved.origins["model"] != FLAG else []
+    if not prompt:
+        first.append(Notice("empty_prompt", "the prompt is empty, so the text begins from nothing"))
     for notice in first:
         show(notice)
     runtime = load_runtime(resolved, path, found.name, show)
@@ -175,7 +180,7 @@ def command(
             result.notices += [unused] if unused is not None else []
             run_beams(runtime, request, beams, result)
         if result.reached_limit and resolved.max_tokens is None:  # who set a limit knows it
-            detail = f"the answer was cut at {sampling.max_new_tokens} tokens; --max-tokens N allows more"
+            detail = f"the answer was cut at {DEFAULT_MAX_TOKENS} tokens; --max-tokens N allows more"
             result.notices.append(Notice("max_tokens", detail))
         for notice in result.notices:
             show(notice)

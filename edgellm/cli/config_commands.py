@@ -6,9 +6,12 @@ from typing import Any
 
 import click
 
+from edgellm.cli.errors import one_line
 from edgellm.cli.main import CONTEXT_SETTINGS, EdgeCommand
 from edgellm.cli.options import engine_options, json_option, option, resolve_settings, sampling_options
 from edgellm.cli.output import current_output
+from edgellm.config import Problems
+from edgellm_models.errors import ConfigError
 
 
 @click.group(name="config", context_settings=CONTEXT_SETTINGS)
@@ -32,15 +35,20 @@ def show(origin: bool, as_json: bool, **settings: Any) -> None:
     from edgellm.config import SETTINGS
 
     output = current_output()
-    resolved = resolve_settings(settings)
+    problems: Problems = {}
+    resolved = resolve_settings(settings, problems=problems)
     values = {setting.name: getattr(resolved, setting.name) for setting in SETTINGS}
     if as_json:
-        output.json({"settings": values, "origins": resolved.origins})
-        return
-    for name, value in values.items():
+        wrong = {"problems": {name: str(error) for name, error in problems.items()}} if problems else {}
+        output.json({"settings": values, "origins": resolved.origins, **wrong})
+    for name, value in values.items() if not as_json else ():
         # JSON spells texts, numbers and lists as TOML does, so a line can be pasted into config.toml.
         text = f"# {name} is unset" if value is None else f"{name} = {json.dumps(value, ensure_ascii=False)}"
-        output.data(f"{text:<36} # {resolved.origins[name]}" if origin else text)
+        remark = f"wrong: {one_line(str(problems[name]))}" if name in problems else resolved.origins[name]
+        output.data(f"{text:<36} # {remark}" if origin or name in problems else text)
+    if problems:
+        # What is in force elsewhere was shown; every other command refuses it.
+        raise ConfigError("; ".join(map(str, problems.values())))
 
 
 @command.command(cls=EdgeCommand, name="path", examples=("edgellm config path",))

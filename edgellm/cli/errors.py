@@ -12,7 +12,7 @@ from typing import TextIO
 
 import click
 
-from edgellm.log import ERROR
+from edgellm.log import log_error
 from edgellm_models.errors import EdgeLLMError, OutputError, UsageError
 
 INTERRUPTED = 130
@@ -50,7 +50,7 @@ def report(error: BaseException) -> int:
     if isinstance(error, EdgeLLMError):
         _say(str(error))
         if not isinstance(error, UsageError):  # a slip on the command line is not worth a line in the log
-            ERROR.error("exit %d: %s", error.exit_code, error)
+            log_error(error.exit_code, str(error))
         return error.exit_code
     if isinstance(error, click.UsageError) and type(error).__name__ == "NoArgsIsHelpError":
         _write(sys.stderr, error.format_message() + "\n")  # the help, as it is (Click 8.2 and later)
@@ -66,7 +66,7 @@ def report(error: BaseException) -> int:
         _say(f"cannot write the output: {_UNWRITABLE[error.errno]}")
         return OutputError.exit_code
     kind = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    ERROR.error("exit 1: unexpected %s", kind)
+    log_error(1, f"unexpected {kind}")
     _say(f"unexpected {kind[:500]}; {_keep_traceback(error)}")
     return 1
 

@@ -34,10 +34,12 @@ def command(as_json: bool) -> None:
     lines = [("NAME", "HERE", "SIZE", "TYPE", "LICENCE", "")]
     for row in rows:
         size = "" if row["bytes"] is None else ("" if row["exact"] else "~") + megabytes(row["bytes"])
-        remark = "" if row["tried"] or row["pulled"] else "not tried by this project"
+        remarks = ["base (complete only)"] if row["chat"] is False else []
+        if not (row["tried"] or row["pulled"]):
+            remarks.append("not tried by this project")
         here = "yes" if row["pulled"] else "-"
         name, kind, licence = (one_line(row[key]) for key in ("name", "quantization", "licence"))
-        lines.append((name, here, size, kind, licence, remark))
+        lines.append((name, here, size, kind, licence, "; ".join(remarks)))
     widths = [max(len(line[column]) for line in lines) for column in range(6)]
     for line in lines:
         # Names and licences may come from a hub: no control character of theirs reaches a terminal.

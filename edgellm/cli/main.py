@@ -181,6 +181,8 @@ def run(arguments: Sequence[str] | None = None, *, output: Output | None = None)
 
     with log_to_file():
         try:
+            if sys.stdout is None:
+                raise OutputError("cannot write the output: standard output is closed")
             args = list(sys.argv[1:] if arguments is None else arguments)
             with cli.make_context("edgellm", args, obj=output or Output()) as ctx:
                 code = cli.invoke(ctx)
@@ -197,8 +199,6 @@ def main() -> None:
     with contextlib.suppress(ValueError, OSError):  # not in the main thread, or no such signal
         signal.signal(signal.SIGTERM, _terminate)
     occupy_streams()
-    if sys.stdout is None:
-        sys.exit(report(OutputError("cannot write the output: standard output is closed")))
     escapes = EscapeWatch()
     output = Output()
     code = run(output=output)
@@ -208,7 +208,8 @@ def main() -> None:
             "(PYTHONUTF8=1 writes them)"
         )
     try:
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except OSError as error:
         code = report(error)
     sys.exit(code)

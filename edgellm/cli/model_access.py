@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgellm.cli.options import models_folder
 from edgellm.cli.output import Output
+from edgellm_models.errors import BadInputError, NotFoundError
 
 if TYPE_CHECKING:
+    from edgellm.config import ResolvedConfig
     from edgellm_models.catalog import Entry, ResolvedModel
     from edgellm_models.errors import Notice
 
@@ -22,6 +26,20 @@ def local_model(argument: str, output: Output) -> tuple[ResolvedModel, Path]:
         return resolved, resolved.path
     assert resolved.entry is not None
     return resolved, fetch(resolved.entry, output)
+
+
+@contextlib.contextmanager
+def named_by(resolved: ResolvedConfig) -> Iterator[None]:
+    """Says of a model that cannot be had where its name comes from, unless the command line has it."""
+    from edgellm.config import BUILT_IN, FLAG
+
+    try:
+        yield
+    except (NotFoundError, BadInputError) as error:
+        origin = resolved.origins["model"]
+        if origin in (FLAG, BUILT_IN):
+            raise
+        raise type(error)(f"{error} (the name comes from {origin})") from None
 
 
 def fetch(entry: Entry, output: Output) -> Path:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -10,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgellm.cli.output import current_output
-from edgellm.config import BY_NAME, EngineConfig, ResolvedConfig, Setting, parse_text, resolve
-from edgellm.switches import variable_of
-from edgellm_models.errors import BadInputError, ConfigError, UsageError
+from edgellm.config import BY_NAME, EngineConfig, Problems, ResolvedConfig, Setting, parse_text, resolve
+from edgellm.log import log_notice
+from edgellm.switches import PREFIX, SWITCHES, variable_of
+from edgellm_models.errors import BadInputError, ConfigError, Notice, UsageError
 
 ENGINE_SETTINGS = (
     "model",
@@ -202,7 +205,9 @@ def model_argument(*, required: bool = False) -> Callable[[Any], Any]:
     )
 
 
-def resolve_settings(settings: Mapping[str, Any], *, model: str | None = None) -> ResolvedConfig:
+def resolve_settings(
+    settings: Mapping[str, Any], *, model: str | None = None, problems: Problems | None = None
+) -> ResolvedConfig:
     """The resolved configuration of a command from its option values; notices go to standard error.
 
     ``model`` is a MODEL argument: it and a different ``-m`` at once is a UsageError.
@@ -215,10 +220,30 @@ def resolve_settings(settings: Mapping[str, Any], *, model: str | None = None) -
         if values.get("model") not in (None, model):
             raise UsageError(f"two models were named: {model} and -m {values['model']}; name one")
         values["model"] = model
-    resolved = resolve(EngineConfig(**values))
-    for notice in resolved.notices:
+    resolved = resolve(EngineConfig(**values), problems=problems)
+    for notice in [*unknown_variables(os.environ), *resolved.notices]:
+        log_notice(notice)
         current_output().notice(notice)
     return resolved
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[Notice]:
+    """A notice for each EDGELLM_* variable that nothing reads, with the nearest that something does."""
+    known = {setting.variable for setting in BY_NAME.values()} | {switch.name for switch in SWITCHES}
+    names = [name for name in environ if name.startswith(PREFIX) and not name.startswith(f"{PREFIX}TEST_")]
+    if set(names) <= known:
+        return []
+    from edgellm.cli.reference import all_switches  # imports every command; only for such a variable
+
+    known |= {switch.name for _, switches in all_switches() for switch in switches}
+    notices = []
+    for name in sorted(set(names) - known):
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else "docs/env.md lists those that are"
+        notices.append(
+            Notice("unknown_variable", f"the variable {name} is not known and does nothing; {hint}")
+        )
+    return notices
 
 
 def complete_models(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:

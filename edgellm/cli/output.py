@@ -96,6 +96,11 @@ def progress_line(progress: PullProgress, width: int = 24) -> str:
     return f"{progress.phase:<10} [{bar:<{width}}] {share:4.0%}  {done:.1f} of {total}"
 
 
+def counted(count: int, noun: str) -> str:
+    """``1 token``, ``2 tokens``."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
 def megabytes(count: int) -> str:
     """Bytes for people, decimal as disks and downloads are counted."""
     if count < 1_000_000:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from edgellm.cli.errors import INTERRUPTED, tell
-from edgellm.cli.output import Output
+from edgellm.cli.output import Output, counted
 from edgellm.cli.piped_text import write_text
 from edgellm.cli.terminal_text import TerminalText
 from edgellm.contracts import (
@@ -257,7 +257,8 @@ def line_mode(
     read_line = read or _reader()
     info = backend.info()
     output.note(
-        f"{info.name} · {info.quantization} · Ctrl-D leaves, Ctrl-C stops an answer, /new starts over"
+        f"{info.name} · {info.quantization} · "
+        "/quit or Ctrl-D leaves, Ctrl-C stops an answer, /new starts over"
     )
     messages, conversation_id = conversation(system), uuid.uuid4().hex
     with asyncio.Runner() as runner:
@@ -336,7 +337,7 @@ def _note_end(
     limit = sampling.max_new_tokens
     if finished.reason is FinishReason.LENGTH and all(notice.kind != "context_full" for notice in notices):
         if limit is not None and finished.usage.completion_tokens >= limit:
-            output.note(f"note: the answer was cut at {limit} tokens; --max-tokens N allows more")
+            output.note(f"note: the answer was cut at {counted(limit, 'token')}; --max-tokens N allows more")
         else:
             output.note("note: the answer was cut: the context is full; --ctx N allows more")
     if sampling.seed is None and sampling.temperature > 0 and finished.usage.completion_tokens:

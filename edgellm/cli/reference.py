@@ -65,4 +65,4 @@ def _kind(option: click.Option) -> str:
         return "flag"
     if isinstance(option.type, click.Choice):
         return "|".join(str(choice) for choice in option.type.choices)
-    return "integer" if option.count else str(option.type.name)
+    return "integer" if option.count or isinstance(option.type, click.IntRange) else str(option.type.name)

@@ -41,11 +41,14 @@ def command(model_name: str | None, metadata: bool, as_json: bool, **settings: A
 
     A catalog name works before its model was pulled; nothing is fetched.
     """
+    from edgellm.cli.model_access import named_by
     from edgellm_models.catalog import resolve_model
 
     output = current_output()
-    argument = resolve_settings(settings, model=model_name).model
-    resolved = resolve_model(argument, models_folder())
+    settled = resolve_settings(settings, model=model_name)
+    argument = settled.model
+    with named_by(settled):
+        resolved = resolve_model(argument, models_folder())
     described = describe(resolved, with_metadata=metadata or as_json)
     if as_json:
         output.json(described)

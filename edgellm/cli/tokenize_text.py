@@ -8,7 +8,7 @@ import click
 
 from edgellm.cli.main import EdgeCommand
 from edgellm.cli.options import check_text, json_option, model_argument, option
-from edgellm.cli.output import current_output, is_terminal
+from edgellm.cli.output import counted, current_output, is_terminal
 from edgellm.cli.piped_text import read_stdin
 from edgellm_models.errors import UsageError
 
@@ -48,7 +48,7 @@ def command(model_name: str, text: str | None, no_special: bool, as_json: bool) 
         # A piece may hold line breaks and terminal commands; what is shown is its escaped spelling.
         shown = piece if piece.isprintable() else repr(piece)[1:-1]
         output.data(f"{token_id}\t{shown}")
-    output.note(f"{len(ids)} tokens")
+    output.note(counted(len(ids), "token"))
 
 
 def _given_text(text: str | None) -> str:

@@ -184,7 +184,7 @@ def test_notices_and_a_cut_answer_are_said_on_standard_error() -> None:
 @pytest.mark.parametrize(
     ("options", "notices", "words"),
     [
-        (("--max-tokens", "1"), [], b"cut at 1 tokens; --max-tokens"),
+        (("--max-tokens", "1"), [], b"cut at 1 token; --max-tokens"),
         (("--max-tokens", "50"), [], b"cut: the context is full; --ctx"),
         ((), [], b"cut: the context is full; --ctx"),
         (

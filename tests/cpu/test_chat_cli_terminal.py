@@ -274,10 +274,31 @@ def test_terminals_without_a_screen_get_lines(terminal: Start, term: str | None)
     assert b"Traceback" not in window.raw
 
 
+@pytest.mark.parametrize("redirect", ["2>{errors}", "2>/dev/null", "2>&-", "2>/dev/full"])
+def test_without_a_standard_error_to_draw_on_it_is_the_line_mode(tmp_path: Path, redirect: str) -> None:
+    if "full" in redirect and not os.path.exists("/dev/full"):
+        pytest.skip("needs /dev/full")
+    code = 'exec "$0" -m tests.support.fake_chat chat ' + redirect.format(errors=tmp_path / "errors")
+    environ = {**os.environ, "PYTHONPATH": SOURCES, "TERM": "xterm-256color"}
+    window = pexpect.spawn("sh", ["-c", code, sys.executable], cwd=str(ROOT), env=environ, timeout=60)
+    try:
+        window.expect_exact("> ")
+        window.send("One\r")
+        window.expect_exact("The capital of France is Paris.")
+        window.expect_exact("> ")
+        window.send("\x04")
+        window.expect(pexpect.EOF)
+        assert "Traceback" not in str(window.before)
+    finally:
+        window.close()
+    assert window.exitstatus == 0
+
+
 def test_line_mode_talks_stops_and_leaves_with_0(terminal: Start, tmp_path: Path) -> None:
     """H15: Ctrl-D at the empty prompt leaves with 0; Ctrl-C during an answer only stops it."""
     record = tmp_path / "asked"
     window = terminal("--plain", "--system", "Be brief.", FAKE_SCRIPTS=HELD, FAKE_RECORD=str(record))
+    window.until("/quit or Ctrl-D leaves")
     window.until("> ")
     window.send("One\r")
     window.until("The capital")

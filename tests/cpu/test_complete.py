@@ -202,7 +202,10 @@ def test_the_default_limit_is_said(complete: Any, endless: Path) -> None:
 
 
 def test_empty_prompts(complete: Any, model: Path, tmp_path: Path) -> None:
+    for asked in (complete(model, ""), complete("-m", model, stdin=b"")):
+        assert asked.code == 0 and "note: the prompt is empty" in asked.err and asked.out == "one two three."
     found = complete(model, "", "--json").json
+    assert [n["kind"] for n in found["notices"]].count("empty_prompt") == 1
     assert len(found["prompt_token_ids"]) == 1 and found["text"] == "one two three."
     refused = complete(model, "", "--no-special")
     assert refused.code == 65 and "empty" in refused.err and refused.out == ""
@@ -254,6 +257,17 @@ def test_a_bad_option_is_one_line(
 ) -> None:
     result = complete(model, "x", "-q", *options)
     assert (result.code, result.out, result.err.count("\n")) == (code, "", 1) and words in result.err
+
+
+def test_logprobs_as_a_variable_wait_for_json(
+    complete: Any, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGELLM_LOGPROBS", "2")
+    assert complete(model, "x").code == 0
+    assert all(len(found["top"]) == 2 for found in complete(model, "x", "--json").json["logprobs"])
+    monkeypatch.setenv("EDGELLM_LOGPROBS", "-1")
+    result = complete(model, "x")
+    assert result.code == 78 and "EDGELLM_LOGPROBS" in result.err
 
 
 def test_an_empty_model_and_a_prompt_that_is_no_text_are_refused(complete: Any, model: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from textual._xterm_parser import XTermParser
 from textual.pilot import Pilot
 
 from edgellm_tui.app import EdgeChat
@@ -45,6 +46,15 @@ async def until(pilot: Pilot, condition: Callable[[], object], what: str, timeou
         assert time.monotonic() < deadline, f"never happened: {what}"
         await asyncio.sleep(0.01)
     await pilot.pause()
+
+
+def burst(app: EdgeChat, data: str) -> None:
+    """Lets ``data`` arrive from the terminal all at once: CR is an Enter, LF is Ctrl+J."""
+    driver = app._driver
+    assert driver is not None
+    for event in XTermParser().feed(data):
+        event.set_sender(app)
+        driver.send_message(event)
 
 
 async def send(pilot: Pilot, app: EdgeChat, text: str, *, wait: bool = True) -> None:

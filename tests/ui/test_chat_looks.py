@@ -50,6 +50,9 @@ def app_for(*scripts: Script, theme: str = DARK.name) -> EdgeChat:
 def still(app: EdgeChat) -> None:
     """Takes the clock out of the picture."""
     prompt(app).cursor_blink = False
+    # A line that was drawn while the cursor was off would be taken from there.
+    prompt(app)._line_cache.clear()
+    prompt(app).refresh()
     line = status(app)
     if line.busy:
         chat_screen(app)._refresh_progress = lambda stats=None: None  # type: ignore[method-assign]
@@ -67,6 +70,7 @@ async def settled(pilot: Pilot) -> None:
 
 async def empty(pilot: Pilot) -> None:
     still(pilot.app)
+    await settled(pilot)
 
 
 async def answered(pilot: Pilot) -> None:
@@ -104,6 +108,7 @@ async def failed(pilot: Pilot) -> None:
 async def help_page(pilot: Pilot) -> None:
     still(pilot.app)
     await pilot.press("f1")
+    await settled(pilot)
 
 
 NOTICE = Notice("context_trimmed", "the context was full: dropped the 6 oldest turns (1,204 tokens)")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, ClassVar
 
+from textual import events, on
 from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
@@ -22,6 +23,7 @@ from edgellm_tui.screens.chat import ChatScreen
 from edgellm_tui.screens.loading import LoadingScreen
 from edgellm_tui.settings import ChatSettings
 from edgellm_tui.themes import DARK, LIGHT
+from edgellm_tui.widgets.prompt import ChatPrompt
 
 Opener = Callable[[Callable[[Notice], None]], "ChatBackend | tuple[ChatBackend, ChatSettings]"]
 """Opens a backend, in a thread of its own; may call its argument with notices meanwhile.
@@ -41,6 +43,7 @@ class EdgeChat(App[int]):
     CSS_PATH = "app.tcss"
     TITLE = "edgellm"
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (30, "-wide")]  # noqa: RUF012 (declared by Textual)
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (18, "-high")]  # noqa: RUF012 (declared by Textual)
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("ctrl+c", "interrupt", "Stop, copy or quit", show=False, priority=True),
     ]
@@ -63,6 +66,9 @@ class EdgeChat(App[int]):
         self._settings = settings or ChatSettings()
         self._notices = list(notices)
         self._failure_code = 0
+        self._loading: LoadingScreen | None = None
+        self._held: list[events.Key | events.Paste] | None = []
+        """What is typed before there is a prompt; None once there is one, or will be none."""
         self.opening = False
         """The opener is still at work; its thread does not keep the process alive."""
 
@@ -74,7 +80,8 @@ class EdgeChat(App[int]):
         if self._backend is not None:
             await self.push_screen(self._chat_screen(self._backend))
         else:
-            await self.push_screen(LoadingScreen(self._model_name))
+            self._loading = LoadingScreen(self._model_name)
+            await self.push_screen(self._loading)
             self._open()
 
     def _chat_screen(self, backend: ChatBackend) -> ChatScreen:
@@ -108,17 +115,18 @@ class EdgeChat(App[int]):
         threading.Thread(target=work, name="open-backend", daemon=True).start()
 
     def _opening_notice(self, notice: Notice) -> None:
-        if isinstance(self.screen, LoadingScreen):
+        if self._loading is not None:
             self._notices.append(notice)
-            self.screen.notice(notice.detail)
+            self._loading.notice(notice.detail)
         elif isinstance(self.screen, ChatScreen):
             self.screen.post_message(ReplyNotice(notice))
 
     def _opening_failed(self, message: str, exit_code: int) -> None:
         self.opening = False
         self._failure_code = exit_code
-        if isinstance(self.screen, LoadingScreen):
-            self.screen.fail(message)
+        self._held = None
+        if self._loading is not None:
+            self._loading.fail(message)
 
     def _opened(self, opened: ChatBackend | tuple[ChatBackend, ChatSettings]) -> None:
         self.opening = False
@@ -126,7 +134,36 @@ class EdgeChat(App[int]):
             self._backend, self._settings = opened
         else:
             self._backend = opened
+        self._loading = None
+        while self.screen.is_modal:  # the command palette can be open
+            self.pop_screen()
         self.switch_screen(self._chat_screen(self._backend))
+
+    # --- keys before there is a prompt ---
+
+    async def on_event(self, event: events.Event) -> None:
+        if self._holds(event):
+            assert self._held is not None and isinstance(event, events.Key | events.Paste)
+            if isinstance(event, events.Paste) or not await self._check_bindings(event.key, priority=True):
+                self._held.append(event)
+                if self._loading is not None:
+                    self._loading.keeps_typing = True
+            return
+        await super().on_event(event)
+
+    def _holds(self, event: events.Event) -> bool:
+        if self._held is None or not isinstance(event, events.Key | events.Paste) or event.is_forwarded:
+            return False
+        return not (self.screen_stack and self.screen.is_modal)
+
+    @on(ChatScreen.Ready)
+    def _hand_over(self, event: ChatScreen.Ready) -> None:
+        # In one go, so that no later key can overtake those that were held.
+        held, self._held = self._held or [], None
+        prompt = event.screen.query_one(ChatPrompt)
+        event.screen.set_focus(prompt)
+        for key in held:
+            prompt._forward_event(key)
 
     # --- leaving ---
 

@@ -42,7 +42,7 @@ async def copy_text(app: App[int], text: str, environ: Mapping[str, str]) -> str
     if tool is not None and await _feed(tool, text):
         return f"Copied {size} with {tool[0]}"
     app.copy_to_clipboard(text)
-    return f"Copied {size} through the terminal (OSC 52); if it does not arrive, /save FILE writes the answer"
+    return f"Copied {size} (OSC 52); if nothing arrives: /save FILE"
 
 
 async def _feed(tool: tuple[str, ...], text: str) -> bool:

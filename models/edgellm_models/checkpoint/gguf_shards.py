@@ -48,8 +48,7 @@ def open_shards(path: Path) -> tuple[Shard, ...]:
     missing = [shard_path.name for shard_path in paths if not shard_path.exists()]
     if missing:
         raise NotFoundError(
-            f"{path}: this model is split into {count} files, of which {len(missing)} are missing from "
-            f"{path.parent}: {shown(missing)}"
+            f"{path}: this model is split into {count} files; missing from {path.parent}: {shown(missing)}"
         )
     shards = tuple(opened if shard_path == path else open_shard(shard_path) for shard_path in paths)
     _check_belong_together(shards, count)

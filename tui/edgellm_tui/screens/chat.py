@@ -11,6 +11,7 @@ from typing import ClassVar
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
+from textual.message import Message
 from textual.screen import Screen
 from textual.timer import Timer
 from textual.widgets import Markdown
@@ -30,9 +31,9 @@ from edgellm_tui.screens.help import HelpScreen
 from edgellm_tui.settings import ChatSettings
 from edgellm_tui.slash import SlashCommand, UnknownCommand, parse_slash
 from edgellm_tui.stream_worker import ReplyStream
-from edgellm_tui.widgets.figures import count_text
-from edgellm_tui.widgets.prompt import ChatPrompt
-from edgellm_tui.widgets.reply import Reply, finished_line
+from edgellm_tui.widgets.figures import count_text, path_text
+from edgellm_tui.widgets.prompt import ChatPrompt, Verdict
+from edgellm_tui.widgets.reply import Reply, finished_line, first_token_s
 from edgellm_tui.widgets.status_line import StatusLine, TopBar
 from edgellm_tui.widgets.transcript import ErrorLine, QuietLine, Transcript, UserMessage
 
@@ -52,6 +53,13 @@ class ChatScreen(Screen[None]):
         Binding("f1", "help", "Help", show=False, priority=True),
     ]
 
+    class Ready(Message):
+        """The prompt is there."""
+
+        def __init__(self, screen: ChatScreen) -> None:
+            super().__init__()
+            self.screen = screen
+
     def __init__(
         self, backend: ChatBackend, settings: ChatSettings, notices: tuple[Notice, ...] = ()
     ) -> None:
@@ -64,15 +72,19 @@ class ChatScreen(Screen[None]):
         self._conversation_id = uuid.uuid4().hex
         self._stream: ReplyStream | None = None
         self._reply: Reply | None = None
+        self._message_taken = False
+        """A message has left the prompt and its answer has not begun."""
         self._pending_prompt = ""
+        self._context_before = 0
         self._last_answer = ""
         self._interrupted_at = float("-inf")
         self._hint_timer: Timer | None = None
+        self._hint_ends_with_answer = False
 
     def compose(self) -> ComposeResult:
         yield TopBar()
         yield Transcript()
-        yield ChatPrompt(placeholder="Ask anything")
+        yield ChatPrompt(judge=self._judge, placeholder="Ask anything")
         yield StatusLine()
 
     async def on_mount(self) -> None:
@@ -81,8 +93,8 @@ class ChatScreen(Screen[None]):
         await self._transcript.clear(self._model)
         for notice in self._opening_notices:
             await self._show_notice(notice)
-        self._prompt.focus()
         self._describe_prompt()
+        self.post_message(self.Ready(self))
         self.set_interval(self._settings.stats_interval_s, self._poll)
 
     @property
@@ -107,31 +119,41 @@ class ChatScreen(Screen[None]):
 
     # --- sending ---
 
+    def _judge(self, text: str) -> Verdict:
+        if not text.strip():
+            return Verdict.WRONG
+        if self.generating or self._message_taken:
+            self.show_hint("Still answering: Esc stops it, your draft is kept", while_answering=True)
+            return Verdict.LATER
+        parsed = parse_slash(text)
+        if isinstance(parsed, UnknownCommand):
+            typed = parsed.typed if len(parsed.typed) <= 14 else f"{parsed.typed[:13]}…"
+            near = f"did you mean /{parsed.nearest}?" if parsed.nearest else "F1 lists the commands"
+            self.show_hint(f"/{typed} is no command, {near} (// sends it as text)")
+            return Verdict.WRONG
+        self._message_taken = isinstance(parsed, str)
+        self._prompt.remember(text)
+        self._clear_hint()
+        return Verdict.TAKEN
+
     @on(ChatPrompt.Submitted)
     async def _submit(self, event: ChatPrompt.Submitted) -> None:
-        if not event.text.strip():
-            return
-        if self.generating:
-            self.show_hint("Still answering: Esc stops it, your draft is kept")
-            return
         parsed = parse_slash(event.text)
-        if isinstance(parsed, UnknownCommand):
-            near = f"did you mean /{parsed.nearest}?" if parsed.nearest else "F1 lists the commands"
-            self.show_hint(f"/{parsed.typed} is no command, {near} (// sends it as text)")
-            return
-        self._prompt.remember(event.text)
-        self._prompt.clear()
         if isinstance(parsed, SlashCommand):
             await self._run_command(parsed)
+        elif self.generating or isinstance(parsed, UnknownCommand):
+            self._prompt.give_back(event.text)
         else:
             await self._send(parsed)
 
     async def _send(self, text: str) -> None:
         self._pending_prompt = text
+        self._context_before = self._top.context_used
         self._turns.append(ChatMessage("user", text))
         self._reply = Reply()
         # Set before the first await, so that a second Enter finds the screen busy.
         self._stream = ReplyStream(self._backend, self, self._settings)
+        self._message_taken = False
         await self._transcript.add(UserMessage(text), follow=True)
         await self._transcript.add(self._reply, follow=True)
         self._status.ttft_s = self._status.now_tokens_per_s = self._status.answer_tokens_per_s = None
@@ -179,20 +201,21 @@ class ChatScreen(Screen[None]):
         finished, reply = event.finished, self._reply
         self._end_reply()
         self._top.context_used = finished.usage.prompt_tokens + finished.usage.completion_tokens
-        self._status.ttft_s = finished.timings.ttft_s or self._status.ttft_s
-        self._status.answer_tokens_per_s = (
-            finished.timings.decode_tokens_per_s or self._status.answer_tokens_per_s
-        )
+        # The engine's figures, as in the answer's last line; until here they were this screen's own.
+        self._status.ttft_s = first_token_s(finished)
+        self._status.answer_tokens_per_s = finished.timings.decode_tokens_per_s or None
         self._status.phase = "stopped" if finished.reason is FinishReason.CANCELLED else "ready"
         if reply is not None:
             self._keep_answer(reply)
             stopped = finished.reason in (FinishReason.CANCELLED, FinishReason.LENGTH)
-            await reply.finish(finished_line(finished), style="-cut" if stopped else "")
+            drawn = self._settings.sampling.temperature > 0
+            await reply.finish(finished_line(finished, drawn=drawn), style="-cut" if stopped else "")
             self._transcript.text_arrived()
 
     @on(ReplyFailed)
     async def _reply_failed(self, event: ReplyFailed) -> None:
         reply = self._reply
+        self._refresh_progress()
         self._end_reply()
         self._status.phase = "failed"
         if reply is not None:
@@ -201,7 +224,8 @@ class ChatScreen(Screen[None]):
             if not kept:
                 # The question was not answered, so it is no part of the conversation: give it back.
                 self._turns.pop()
-                if not self._prompt.text:
+                self._top.context_used = self._context_before
+                if not self._prompt.draft:
                     self._prompt.replace_text(self._pending_prompt)
         await self._transcript.add(ErrorLine(event.error))
 
@@ -217,6 +241,8 @@ class ChatScreen(Screen[None]):
         self._reply = None
         self._status.busy = False
         self._status.now_tokens_per_s = None
+        if self._hint_ends_with_answer:
+            self._clear_hint()
         self._describe_prompt()
 
     async def _show_notice(self, notice: Notice) -> None:
@@ -288,13 +314,13 @@ class ChatScreen(Screen[None]):
         self._interrupted_at = now
         if self.generating:
             await self.action_stop_reply()
-            self.show_hint("Stopped. Ctrl+C again quits")
+            self.show_hint("Stopped. Ctrl+C again quits", seconds=QUIT_WINDOW_S)
         else:
-            self.show_hint("Ctrl+C again quits, Ctrl+Q quits at once")
+            self.show_hint("Ctrl+C again quits, Ctrl+Q quits at once", seconds=QUIT_WINDOW_S)
 
     async def action_new_chat(self) -> None:
         if self.generating:
-            self.show_hint("Still answering: stop it with Esc first")
+            self.show_hint("Still answering: stop it with Esc first", while_answering=True)
             return
         self._turns.clear()
         self._conversation_id = uuid.uuid4().hex
@@ -331,14 +357,22 @@ class ChatScreen(Screen[None]):
 
     # --- small things ---
 
-    def show_hint(self, text: str) -> None:
-        """A sentence in the status line for a few seconds."""
+    def show_hint(self, text: str, *, seconds: float = HINT_S, while_answering: bool = False) -> None:
+        """A sentence in the status line: for a while, and with ``while_answering`` not beyond the answer."""
+        self._hint_ends_with_answer = while_answering
         if self._hint_timer is not None:
+            if text and text == self._status.hint:
+                self._hint_timer.reset()
+                return
             self._hint_timer.stop()
         self._status.hint = text
-        self._hint_timer = self.set_timer(HINT_S, self._clear_hint)
+        self._hint_timer = self.set_timer(seconds, self._clear_hint)
 
     def _clear_hint(self) -> None:
+        if self._hint_timer is not None:
+            self._hint_timer.stop()
+            self._hint_timer = None
+        self._hint_ends_with_answer = False
         self._status.hint = ""
 
     def _describe_prompt(self) -> None:
@@ -349,15 +383,22 @@ class ChatScreen(Screen[None]):
         if not self._last_answer:
             self.show_hint("There is no answer to save yet")
             return
-        folder = self._settings.save_folder or Path.cwd()
-        path = folder / Path(argument or f"answer-{time.strftime('%Y%m%d-%H%M%S')}.md").expanduser()
+        name = argument or f"answer-{time.strftime('%Y%m%d-%H%M%S')}.md"
+        path = Path(name)
         try:
+            path = (self._settings.save_folder or Path.cwd()) / path.expanduser()
+            text = self._last_answer.encode()
             # "x": a file that is there is somebody's work.
-            with path.open("x", encoding="utf-8", newline="") as file:
-                file.write(self._last_answer)
+            with path.open("xb") as file:
+                file.write(text)
         except FileExistsError:
-            self.show_hint(f"{path} exists already and was left alone")
-        except (OSError, UnicodeEncodeError) as error:
-            self.show_hint(f"Not saved: {error}")
+            self.show_hint(f"{path_text(path)} exists already and was left alone")
+        except OSError as error:
+            why = error.strerror or type(error).__name__
+            self.show_hint(f"Not saved, {why.lower()}: {path_text(path, 30)}")
+        except UnicodeEncodeError:
+            self.show_hint("Not saved: a part of the answer is no text that a file can hold")
+        except (RuntimeError, ValueError):  # a home folder that is not known, a NUL
+            self.show_hint(f"Not saved, no such path: {path_text(path, 30)}")
         else:
-            self.show_hint(f"Saved to {path}")
+            self.show_hint(f"Saved to {path_text(path, 60)}")

@@ -22,6 +22,8 @@ class LoadingScreen(Screen[None]):
         self._model_name = safe_line(model_name) or "the model"
         self._since = time.monotonic()
         self._failed = False
+        self.keeps_typing = False
+        """Says that what is typed is not lost."""
 
     def compose(self) -> ComposeResult:
         yield Static(f"Opening {self._model_name}", markup=False, id="opening")
@@ -34,7 +36,8 @@ class LoadingScreen(Screen[None]):
         if not self._failed:
             elapsed = time.monotonic() - self._since
             frame = FRAMES[int(elapsed * 10) % len(FRAMES)]
-            self.query_one("#detail", Static).update(f"{frame} {seconds_text(elapsed)}")
+            note = "\n\nWhat you type is kept for the prompt" if self.keeps_typing else ""
+            self.query_one("#detail", Static).update(f"{frame} {seconds_text(elapsed)}{note}")
 
     def notice(self, text: str) -> None:
         """A line about what is happening."""

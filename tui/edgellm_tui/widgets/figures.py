@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 
 def count_text(count: int) -> str:
     """12345 as 12,345."""
@@ -29,6 +31,12 @@ def seconds_text(seconds: float) -> str:
 def rate_text(per_second: float) -> str:
     """41.23 as 41.2, 412.3 as 412."""
     return f"{per_second:.1f}" if per_second < 100 else f"{per_second:.0f}"
+
+
+def path_text(path: Path, cells: int = 40) -> str:
+    """The end of a path, which names the file, in at most ``cells`` characters."""
+    text = str(path)
+    return text if len(text) <= cells else f"…{text[1 - cells :]}"
 
 
 def meter(share: float, cells: int) -> str:

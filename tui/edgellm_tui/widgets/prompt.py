@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Callable
 from typing import ClassVar
 
 from textual import events
@@ -13,9 +15,26 @@ from edgellm_tui.terminal_text import grapheme_starts, safe_text
 
 MAX_REMEMBERED_PROMPTS = 200
 
+PASTE_GAP_S = 0.1
+"""Text that follows an Enter sooner than this was pasted, not typed."""
+
+
+class Verdict(enum.Enum):
+    """What becomes of a text when Enter is pressed."""
+
+    TAKEN = "taken"
+    LATER = "later"
+    """Not now: the text stays, and so does the line end if more text follows."""
+    WRONG = "wrong"
+    """Not as it is: the text stays to be mended."""
+
 
 class ChatPrompt(TextArea):
-    """Where a person writes. Keeps the prompts that were sent; Up and Down bring them back."""
+    """Where a person writes. Keeps the prompts that were sent; Up and Down bring them back.
+
+    ``judge`` says at the moment of an Enter what becomes of the text, so that keys on their way behind it
+    already find the prompt as it will be.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("ctrl+j,shift+enter,alt+enter", "newline", "New line", show=False),
@@ -27,7 +46,7 @@ class ChatPrompt(TextArea):
     ]
 
     class Submitted(Message):
-        """Enter was pressed."""
+        """Enter was pressed and the text, which is no longer in the prompt, taken."""
 
         def __init__(self, text: str) -> None:
             super().__init__()
@@ -43,7 +62,7 @@ class ChatPrompt(TextArea):
             super().__init__()
             self.where = where
 
-    def __init__(self, *, placeholder: str = "") -> None:
+    def __init__(self, *, judge: Callable[[str], Verdict], placeholder: str = "") -> None:
         super().__init__(
             soft_wrap=True,
             show_line_numbers=False,
@@ -51,6 +70,13 @@ class ChatPrompt(TextArea):
             highlight_cursor_line=False,
             placeholder=placeholder,
         )
+        self._judge = judge
+        self._typed: list[str] = []
+        """Characters that came in one breath and are inserted together: an unbracketed paste may be long."""
+        self._owed_newlines = 0
+        """Refused Enters, which become line ends if more text follows, as in an unbracketed paste."""
+        self._owed_until: float | None = None
+        self._owed_at = (0, 0)
         self._sent: list[str] = []
         self._recalled: int | None = None
         self._draft = ""
@@ -62,29 +88,88 @@ class ChatPrompt(TextArea):
             del self._sent[:-MAX_REMEMBERED_PROMPTS]
         self._recalled = None
 
+    @property
+    def draft(self) -> str:
+        """The text with every character that has come so far."""
+        self._insert_typed()
+        return self.text
+
     def replace_text(self, text: str) -> None:
         """Puts ``text`` into the prompt with the cursor at its end."""
+        self._owed_newlines = 0
         self.text = text
         self.move_cursor(self.document.end)
+
+    def give_back(self, text: str) -> None:
+        """Puts a text that was taken but cannot be sent before what has been written since."""
+        draft = self.draft
+        self.replace_text(f"{text}\n{draft}" if draft else text)
 
     async def _on_key(self, event: events.Key) -> None:
         if event.key == "enter":
             event.stop()
             event.prevent_default()
-            self.post_message(self.Submitted(self.text))
+            self._enter(event.time)
             return
+        if event.is_printable and event.character is not None:
+            event.stop()
+            event.prevent_default()
+            self._restart_blink()
+            if not self._typed:
+                self.call_later(self._insert_typed)
+            self._typed.append(self._line_ends(event.time) + event.character)
+            return
+        self._insert_typed()
         if event.key in ("home", "end") and not self.text:
             event.stop()
             event.prevent_default()
             self.post_message(self.ScrollRequested(event.key))
             return
+        line_ends = self._line_ends(event.time)
+        if event.key == "ctrl+j" and line_ends:
+            self._replace_via_keyboard(line_ends, *self.selection)
+        # Bindings would run when the key has travelled up to the application: behind keys that came later.
+        for binding in self._bindings.key_to_bindings.get(event.key, ()):
+            if not binding.priority and await self.app.run_action(binding.action, self):
+                event.stop()
+                event.prevent_default()
+                return
         await super()._on_key(event)
+
+    def _insert_typed(self) -> None:
+        text = "".join(self._typed)
+        self._typed.clear()
+        if text:
+            self._replace_via_keyboard(text, *self.selection)
+
+    def _enter(self, time: float) -> None:
+        text = self.draft
+        verdict = self._judge(text)
+        if verdict is Verdict.TAKEN:
+            self._owed_newlines = 0
+            self.clear()
+            self.post_message(self.Submitted(text))
+        elif text:
+            self._owed_newlines += 1
+            self._owed_until = time + PASTE_GAP_S if verdict is Verdict.WRONG else None
+            self._owed_at = self.cursor_location
+
+    def _line_ends(self, time: float) -> str:
+        """The owed line ends, for text that came at ``time``; they are owed no more."""
+        owed, self._owed_newlines = self._owed_newlines, 0
+        in_time = self._owed_until is None or time <= self._owed_until
+        return "\n" * owed if in_time and self.cursor_location == self._owed_at else ""
 
     async def _on_paste(self, event: events.Paste) -> None:
         event.prevent_default()
         event.stop()
         # Pasted text is shown in the prompt, so it has to be as harmless as any other text on the screen.
-        self._replace_via_keyboard(safe_text(event.text), *self.selection)
+        self._typed.append(self._line_ends(event.time) + safe_text(event.text))
+        self._insert_typed()
+
+    async def _on_mouse_down(self, event: events.MouseDown) -> None:
+        self._insert_typed()
+        await super()._on_mouse_down(event)
 
     def action_newline(self) -> None:
         start, end = self.selection

@@ -14,14 +14,25 @@ from edgellm_tui.widgets.folding import Fold
 from edgellm_tui.widgets.streaming_markdown import StreamingMarkdown
 
 
-def finished_line(finished: Finished) -> str:
-    """The figures of a finished answer in one line, with how it ended when that was not by itself."""
+def first_token_s(finished: Finished) -> float | None:
+    """Seconds until the first token, as the engine measured them; None without a token."""
+    return finished.timings.ttft_s or None if finished.usage.completion_tokens else None
+
+
+def finished_line(finished: Finished, *, drawn: bool = False) -> str:
+    """The figures of a finished answer in one line, with how it ended when that was not by itself.
+
+    ``drawn``: chance had a part in it, so the seed that repeats it is told.
+    """
     tokens, timings = finished.usage.completion_tokens, finished.timings
     parts = [f"{count_text(tokens)} token{'' if tokens == 1 else 's'}"]
+    if drawn:  # before the figures, which are in the bar too: a narrow window cuts the end
+        parts.append(f"seed {finished.seed}")
     if timings.decode_tokens_per_s:
         parts.append(f"{rate_text(timings.decode_tokens_per_s)} tok/s")
-    if timings.ttft_s:
-        parts.append(f"first token {seconds_text(timings.ttft_s)}")
+    first_token = first_token_s(finished)
+    if first_token is not None:
+        parts.append(f"first token {seconds_text(first_token)}")
     if finished.usage.cached_tokens:
         parts.append(f"{count_text(finished.usage.cached_tokens)} cached")
     ending = {

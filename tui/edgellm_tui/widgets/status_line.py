@@ -85,7 +85,8 @@ class StatusLine(Widget):
 
     def render(self) -> Content:
         if self.hint:
-            left = [Part(Content.styled(safe_line(self.hint), "bold $text-warning"))]
+            hint = Content.styled(safe_line(self.hint), "bold $text-warning")
+            left = [Part(hint.truncate(max(1, self.content_size.width), ellipsis=True))]
         else:
             mark = Content.styled("●", "$success" if self.busy else "dim")
             left = [Part(Content.assemble(mark, " ", safe_line(self.phase)))]

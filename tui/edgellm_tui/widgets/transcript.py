@@ -75,11 +75,18 @@ class Scroller(VerticalScroll, can_focus=False):
 
     @property
     def at_end(self) -> bool:
-        """The newest text is in view. An anchored column shorter than the view has a negative position."""
-        return self.max_scroll_y <= 0 or self.is_vertical_scroll_end
+        """The newest text is in view, or will be with the next layout, which an anchored column follows.
+
+        The position says it late, without telling a watcher; in a column shorter than the view it is below 0.
+        """
+        follows = self._anchored and not self._anchor_released
+        return follows or self.max_scroll_y <= 0 or self.is_vertical_scroll_end
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         super().watch_scroll_y(old_value, new_value)
+        self.post_message(self.Moved())
+
+    def on_resize(self) -> None:
         self.post_message(self.Moved())
 
 
