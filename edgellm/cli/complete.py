@@ -109,7 +109,7 @@ def command(
     from edgellm.cli.options import resolve_settings
     from edgellm.cli.output import current_output
     from edgellm.contracts import SamplingParams
-    from edgellm_models.errors import Notice
+    from edgellm_models.errors import Notice, UsageError
 
     files = batch_files(input_path, output_path, words, settings, beams=beams, as_json=as_json)
     model: str | None
@@ -118,6 +118,8 @@ def command(
         model, prompt = (words[0] if words else None), ""
     else:
         model, prompt = split_words(words, model_named=settings.get("model") is not None)
+    if settings.get("kv_policy") == "trim":
+        raise UsageError("--kv-policy trim leaves out turns of a chat; a completion has none: use stop")
     resolved = resolve_settings(settings, model=model)
     base = SamplingParams(temperature=0.0, max_new_tokens=DEFAULT_MAX_TOKENS)
     sampling = replace(
