@@ -89,10 +89,10 @@ SETTINGS = (
     Setting(
         "kv_policy",
         "choice",
-        "What happens when the context is full.",
+        "What happens when the context is full; a chat that is told nothing trims its oldest turns.",
         "stop",
-        ("stop",),
-        ("trim", "window", "budget"),
+        ("stop", "trim"),
+        ("window", "budget"),
     ),
     Setting("kv_window", "choice", "Tokens that --kv-policy window keeps.", planned=("*",)),
     Setting("kv_budget", "choice", "Tokens that --kv-policy budget keeps.", planned=("*",)),

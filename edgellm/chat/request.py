@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from edgellm.chat.trim import trim
 from edgellm.contracts import ChatMessage, GenerationRequest, SamplingParams
 from edgellm_models.errors import BadInputError, Notice
 from edgellm_models.tokenizer.base import Tokenizer
@@ -87,19 +88,30 @@ def build_request(
     kv_policy: str = "stop",
     **fields: Any,
 ) -> BuiltRequest:
-    """Renders, tokenizes and checks a conversation.
+    """Renders, tokenizes and checks a conversation. ``kv_policy`` trim leaves out oldest turns that do not
+    fit.
 
     ``fields`` are further fields of GenerationRequest. BadInputError when there are no messages, when the
     template refuses them, and when the prompt leaves no room in the context (naming both numbers).
     """
     if not messages:
         raise BadInputError("there are no messages to answer")
-    chat = encoder.encode(
-        [template_message(message) for message in messages],
-        tools or None,
-        remembered=remembered,
-        **dict(template_variables or {}),
-    )
+
+    def encode(some: Sequence[ChatMessage]) -> EncodedChat:
+        return encoder.encode(
+            [template_message(message) for message in some],
+            tools or None,
+            remembered=remembered,
+            **dict(template_variables or {}),
+        )
+
+    notices: tuple[Notice, ...] = ()
+    if kv_policy == "trim":
+        trimmed = trim(messages, encode, context_length, sampling.max_new_tokens)
+        chat, notices = trimmed.chat, trimmed.notices
+        kv_policy = "stop"  # what fits is answered like any other
+    else:
+        chat = encode(messages)
     if not chat.token_ids:
         raise BadInputError("the chat template rendered the messages to an empty prompt")
     check_context(chat, context_length)
@@ -114,7 +126,7 @@ def build_request(
         arrival_time=time.monotonic(),
         **fields,
     )
-    return BuiltRequest(request, chat.text, chat.notices)
+    return BuiltRequest(request, chat.text, (*notices, *chat.notices))
 
 
 def check_context(chat: EncodedChat, context_length: int) -> None:

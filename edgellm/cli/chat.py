@@ -233,6 +233,14 @@ class Opening:
         runtime = load_runtime(self.resolved, self.path, self.model.name, on_notice)
         return runtime, self.sampling(runtime.sampling_defaults)
 
+    @property
+    def kv_policy(self) -> str:
+        """A chat that is told nothing goes on when its context is full."""
+        from edgellm.config import BUILT_IN
+
+        said = self.resolved.origins.get("kv_policy", BUILT_IN) != BUILT_IN
+        return self.resolved.kv_policy if said else "trim"
+
     def sampling(self, model_defaults: Mapping[str, float | int]) -> SamplingParams:
         """What the user said, over the catalog's values, else the model's own, else FALLBACK_SAMPLING."""
         from edgellm.contracts import SamplingParams
@@ -252,7 +260,7 @@ def run_screen(opening: Opening, system: str) -> int:
 
     def opener(on_notice: OnNotice) -> tuple[ChatBackend, ChatSettings]:
         runtime, sampling = opening.load(on_notice)
-        return runtime.client(), ChatSettings(
+        return runtime.client(kv_policy=opening.kv_policy), ChatSettings(
             sampling=sampling, system_prompt=system, constraint=opening.constraint
         )
 

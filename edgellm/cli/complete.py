@@ -134,6 +134,8 @@ def command(
         model, prompt = split_words(words, model_named=settings.get("model") is not None)
     if prompt is not None:
         check_text("PROMPT", prompt)
+    if settings.get("kv_policy") == "trim":
+        raise UsageError("--kv-policy trim leaves out turns of a chat; a completion has none: use stop")
     resolved = resolve_settings(settings, model=model)
     base = SamplingParams(temperature=0.0, max_new_tokens=DEFAULT_MAX_TOKENS)
     sampling = replace(

@@ -117,7 +117,7 @@ def answer_once(opening: Opening, system: str, prompt: str, output: Output, *, a
 
     runtime, sampling = opening.load(on_notice)
     try:
-        backend = runtime.client()
+        backend = runtime.client(kv_policy=opening.kv_policy)
         messages = [*conversation(system), ChatMessage("user", prompt)]
         load = {"import_s": runtime.times.import_s, "load_s": runtime.times.load_s}
         return asyncio.run(
@@ -240,7 +240,13 @@ def converse(opening: Opening, system: str, output: Output) -> int:
     """Loads the model and talks in lines until Ctrl-D (0) or Ctrl-C at the prompt (130)."""
     runtime, sampling = opening.load(output.notice)
     try:
-        return line_mode(runtime.client(), sampling, system, output, constraint=opening.constraint)
+        return line_mode(
+            runtime.client(kv_policy=opening.kv_policy),
+            sampling,
+            system,
+            output,
+            constraint=opening.constraint,
+        )
     finally:
         runtime.close()
 

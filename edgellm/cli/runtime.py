@@ -70,8 +70,8 @@ class Runtime:
             self._service = AsyncEngine(self.core)
         return self._service
 
-    def client(self, *, plain_fallback: bool = False) -> LocalClient:
-        """A conversation partner over this model's engine.
+    def client(self, *, plain_fallback: bool = False, kv_policy: str = "stop") -> LocalClient:
+        """A conversation partner over this model's engine; ``kv_policy`` as in LocalClient.
 
         BadInputError for a base model without a chat template, unless ``plain_fallback``.
         """
@@ -79,7 +79,9 @@ class Runtime:
 
         templates = self.load_templates()
         info = replace(self.info, has_chat_template=templates is not None)
-        return LocalClient(self.engine, self.tokenizer, templates, info, plain_fallback=plain_fallback)
+        return LocalClient(
+            self.engine, self.tokenizer, templates, info, plain_fallback=plain_fallback, kv_policy=kv_policy
+        )
 
     def close(self) -> None:
         """Stops the engine thread; what is open is cancelled."""

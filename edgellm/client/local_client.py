@@ -50,7 +50,7 @@ class LocalClient:
     long prompt.
 
     BadInputError when the model has no chat template, unless ``plain_fallback`` allows a plain transcript;
-    its notice then comes with the first answer.
+    its notice then comes with the first answer. ``kv_policy`` trim leaves out oldest turns that do not fit.
     """
 
     def __init__(
@@ -61,8 +61,10 @@ class LocalClient:
         info: ModelInfo,
         *,
         plain_fallback: bool = False,
+        kv_policy: str = "stop",
     ) -> None:
         self._engine = engine
+        self._kv_policy = kv_policy
         self._info = info
         self._encoder, self._notices = chat_encoder(
             tokenizer, templates, model_name=info.name, plain_fallback=plain_fallback
@@ -100,6 +102,7 @@ class LocalClient:
                 conversation_id=conversation_id,
                 request_id=turn.request_id,
                 constraint=constraint,
+                kv_policy=self._kv_policy,
             )
             if constraint is not None:  # compiling it is no work for an event loop
                 await asyncio.to_thread(self._engine.validate, built.request)

@@ -53,8 +53,9 @@ class Scheduler:
 
     A step of at most ``token_budget`` rows: every running decode gets its token, by rank; prefills share
     what is left, running and waiting ones in the order of ``policy.prefill_order``, ``prefill_chunk`` tokens
-    each at most; drafts get the rest, because a drafted row beside a prefill costs as much as a row of the
-    prompt that somebody waits for.
+    each at most, and ``mixed_chunk`` tokens all together beside decodes, whose next tokens wait for them;
+    drafts get the rest, because a drafted row beside a prefill costs as much as a row of the prompt that
+    somebody waits for.
 
     The caller's loop at depth 1: ``next_step`` may be called with one plan outstanding; ``commit`` takes the
     results in the order of the plans. What ended meanwhile has its slot discarded: its KV is never
@@ -75,6 +76,7 @@ class Scheduler:
         prefill_chunk: int,
         clock: Callable[[], float],
         depth: int = 0,
+        mixed_chunk: int | None = None,
         age_bound_s: float = AGE_BOUND_S,
         lookahead: int = 0,
         rope_switch_length: int | None = None,
@@ -94,6 +96,7 @@ class Scheduler:
         self._kv = kv
         self._token_budget = token_budget
         self._prefill_chunk = prefill_chunk
+        self._mixed_chunk = token_budget if mixed_chunk is None else mixed_chunk
         self._clock = clock
         self._depth = depth
         self._age_bound_s = age_bound_s
@@ -196,7 +199,13 @@ class Scheduler:
             self._roster.fork_children(sequence)
         self._serve_the_short(step)
         self._plan_decodes(step)
+        decodes, kept_back = len(step.chosen), 0
+        if decodes:
+            kept_back = max(0, step.budget - self._mixed_chunk)
+        step.budget -= kept_back
         self._plan_prefills(step, now)
+        if len(step.chosen) == decodes:
+            step.budget += kept_back
         self._grant_drafts(step)
         for chosen in step.chosen.values():
             self._last_served[chosen.sequence.priority] = now

@@ -250,6 +250,7 @@ def test_a_context_above_the_trained_one_is_clamped_and_said(complete: Any, mode
         ),
         (["--temp", "warm"], 2, "temp"),
         (["--kv-dtype", "fp8"], 2, "fp8"),
+        (["--kv-policy", "trim"], 2, "trim"),
     ],
 )
 def test_a_bad_option_is_one_line(

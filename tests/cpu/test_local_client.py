@@ -280,3 +280,26 @@ def test_cuda_without_a_device_is_refused(scripted: Path) -> None:
         pytest.skip("there is a device")
     with pytest.raises(ResourceError, match="cuda"):
         runtime_of(scripted, device="cuda")
+
+
+def test_a_chat_that_has_filled_its_context_goes_on(scripted: Path) -> None:
+    """F04: with the policy trim thirty turns are answered, and what is left out is said."""
+    runtime = runtime_of(scripted, ctx=160)
+
+    async def chat() -> tuple[list[str], list[str]]:
+        client = runtime.client(kv_policy="trim")
+        messages = [ChatMessage("system", "be brief")]
+        texts, kinds = [], []
+        for turn in range(30):
+            messages.append(ChatMessage("user", f"hello {turn}?"))
+            events = await collect(client.stream_chat("c", messages, GREEDY))
+            kinds += [e.notice.kind for e in events if isinstance(e, NoticeEvent)]
+            texts.append(text_of(events))
+            messages.append(ChatMessage("assistant", texts[-1]))
+        return texts, kinds
+
+    try:
+        texts, kinds = asyncio.run(asyncio.wait_for(chat(), 60))
+    finally:
+        runtime.close()
+    assert texts == ["hello there"] * 30 and kinds.count("trimmed") > 15

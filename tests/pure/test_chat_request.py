@@ -54,14 +54,14 @@ def test_a_request_says_where_turns_and_the_system_prompt_are(encoder: ChatEncod
         context_length=500,
         conversation_id="c",
         request_id="r",
-        kv_policy="trim",
+        kv_policy="window",
         num_samples=2,
     )
     request = built.request
     assert (request.request_id, request.conversation_id, request.kv_policy, request.num_samples) == (
         "r",
         "c",
-        "trim",
+        "window",
         2,
     )
     assert request.sampling is GREEDY

@@ -98,7 +98,7 @@ def test_a_wrong_file_names_file_and_key(tmp_path: Path, text: str, words: list[
         ("EDGELLM_CTX", "5k", "EDGELLM_CTX must be an integer"),
         ("EDGELLM_TEMP", "inf", "EDGELLM_TEMP must be a finite number"),
         ("EDGELLM_KV_DTYPE", "fp8", "EDGELLM_KV_DTYPE fp8 is not in this version"),
-        ("EDGELLM_KV_POLICY", "trim", "EDGELLM_KV_POLICY trim is not in this version"),
+        ("EDGELLM_KV_POLICY", "window", "EDGELLM_KV_POLICY window is not in this version"),
         ("EDGELLM_SPEC_RULE", "rejection", "EDGELLM_SPEC_RULE rejection is not in this version"),
         ("EDGELLM_GPU_LAYERS", "12", "EDGELLM_GPU_LAYERS 12 is not in this version"),
         ("EDGELLM_DRAFT", "smollm2-135m", "EDGELLM_DRAFT is not in this version"),

@@ -114,6 +114,20 @@ def test_a_long_prompt_stalls_no_stream_and_is_hardly_delayed(depth: int) -> Non
     assert len(during) <= alone + depth, "the streams' tokens delay the prompt by more than their own rows"
 
 
+def test_prompts_beside_streams_are_cut_finer_than_alone() -> None:
+    """All of them together, so that a stream's gap is that of ``mixed_chunk`` rows however many wait."""
+    schedule = Schedule(Setup(token_budget=64, prefill_chunk=32, mixed_chunk=5, num_blocks=256))
+    stream = schedule.add(prompt(2), 12)
+    schedule.step()
+    long, other = schedule.add(prompt(60, 1), 3), schedule.add(prompt(9, 2), 1)
+    schedule.run()
+    mixed = [parts(plan) for plan in schedule.plans if stream in parts(plan)][1:]
+    assert len(mixed) == 11 and all(parts_[stream][1] == 1 for parts_ in mixed)
+    assert all(sum(n for s, (_, n) in parts_.items() if s != stream) == 5 for parts_ in mixed)
+    after = [parts(plan)[long][1] for plan in schedule.plans[12:] if long in parts(plan)]
+    assert after[0] > 5 and schedule.answers[other] == answer_alone(prompt(9, 2), 1)
+
+
 def test_short_prompts_share_a_step_and_pass_a_long_one() -> None:
     schedule = Schedule(Setup(prefill_chunk=16, token_budget=20, max_running=6, num_blocks=256))
     long = schedule.add(prompt(160, 1), 2)

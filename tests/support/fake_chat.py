@@ -39,7 +39,7 @@ class FakeRuntime:
         self.times = SimpleNamespace(import_s=0.0, load_s=0.0)
         self.closed = False
 
-    def client(self, *, plain_fallback: bool = False) -> FakeBackend:
+    def client(self, *, plain_fallback: bool = False, kv_policy: str = "stop") -> FakeBackend:
         if os.environ.get("FAKE_BASE_MODEL"):
             raise BadInputError("it has no chat template; use `edgellm complete`")
         backend = RecordingBackend(*scripts())

@@ -34,6 +34,7 @@ class Setup:
     max_running: int = 4
     token_budget: int = 64
     prefill_chunk: int = 16
+    mixed_chunk: int | None = None
     depth: int = 0
     lookahead: int = 0
     accept: int = 0
@@ -66,6 +67,7 @@ class Schedule:
             max_running=setup.max_running,
             token_budget=setup.token_budget,
             prefill_chunk=setup.prefill_chunk,
+            mixed_chunk=setup.mixed_chunk,
             clock=self.clock,
             depth=setup.depth,
             age_bound_s=setup.age_bound_s,
