@@ -101,6 +101,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         set(),
     ),
     "edgellm.switches": ({"edgellm.contracts", "edgellm_models.errors"}, set()),
+    "edgellm.log": ({"edgellm.contracts", "edgellm.locations", "edgellm_models.errors"}, set()),
     "edgellm.locations": ({"edgellm.contracts", "edgellm_models.errors"}, {"platformdirs"}),
     "edgellm.chat": ({"edgellm.contracts", "edgellm_models.errors", "edgellm_models.tokenizer"}, set()),
     "edgellm.constraint": (
@@ -166,6 +167,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
             "edgellm.contracts",
             "edgellm.chat",
             "edgellm.engine",
+            "edgellm.log",
             "edgellm_models.errors",
             "edgellm_models.tokenizer",
         },

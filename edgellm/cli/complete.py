@@ -123,7 +123,8 @@ def command(
 
     context = click.get_current_context()
     by_flag = context.get_parameter_source("logprobs") is click.core.ParameterSource.COMMANDLINE
-    if logprobs is not None and not as_json and by_flag:  # as a variable it waits for a --json
+    reported = as_json or input_path is not None
+    if logprobs is not None and not reported and by_flag:  # as a variable it waits for a --json
         raise UsageError("--logprobs needs --json, which is where they are reported")
     files = batch_files(input_path, output_path, words, settings, beams=beams, as_json=as_json)
     model: str | None

@@ -129,8 +129,6 @@ def test_sampling_comes_from_the_catalog_then_the_model_then_the_fallback(tmp_pa
         (("Hi", "--temp", "-1"), 2, ("--temp",)),
         (("Hi", "--top-p", "7"), 2, ("--top-p",)),
         (("Hi", "--nonsense"), 2, ("--nonsense",)),
-        (("Hi", "--schema", "x"), 2, ("--schema is not in this version",)),
-        (("Hi", "--grammar", "x"), 2, ("--grammar is not in this version",)),
         (("Hi", "--url", "x"), 2, ("--url is not in this version",)),
         (("--continue",), 2, ("--continue is not in this version",)),
         (("--no-save", "Hi"), 2, ("--no-save is not in this version",)),
@@ -210,7 +208,7 @@ def test_a_drawn_seed_is_said() -> None:
 
 def test_options_of_later_versions_are_not_in_the_help() -> None:
     shown = chat("--help").stdout
-    for option in (b"--schema", b"--url", b"--continue", b"--no-save", b"--draft"):
+    for option in (b"--url", b"--continue", b"--no-save", b"--draft"):
         assert option not in shown
 
 
