@@ -33,8 +33,8 @@ from edgellm_models.tokenizer.base import Tokenizer
 PREFILL_CHUNK = 512
 """Prompt tokens per step and request, so that cancelling and progress do not wait for a long prompt."""
 MIXED_CHUNK = 96
-"""Prompt tokens per step beside answers that go on: on a CPU such a step takes about three times one of a few
-answers alone, and the whole prompt less than twice its time alone."""
+"""Prompt tokens per step beside answers that go on, so that these keep flowing. Interpolated from steps of
+SmolLM2 on two busy cores: four answers alone 0.10 s, with 64 prompt rows 0.23 s; 512 prompt rows 0.89 s."""
 MAX_RUNNING = 16
 """Samples that run at once; more wait."""
 
