@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,10 @@ import pytest
 
 # Before anything loads torch: tests that run beside each other must not spin in each other's way.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+# A run that a shell started in the background ignores SIGINT, and so would the programs that tests start.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 KEPT = {"EDGELLM_TEST_MODELS", "EDGELLM_TEST_HOME"}
 
