@@ -34,8 +34,8 @@ GROUP_SIZES = (-1, 16, 32, 64, 128, 256, 512, 1024)
 """What GPTQModel reads; -1 is one group per row. Other tools read 32, 64, 128 and -1."""
 
 Generate: TypeAlias = Callable[[Sequence[Sequence[int]], int, int], Sequence[Sequence[int]]]
-"""Makes the model continue prompts for ``self`` calibration: (prompt token ids, most new tokens of each, seed) ->
-the new ids of each prompt, sampled at temperature 1. Given by whoever owns an engine.
+"""Continues prompts for ``self`` calibration: (prompt token ids, most new tokens of each, seed)
+-> the new ids of each prompt, sampled at temperature 1. Given by whoever owns an engine.
 """
 
 
@@ -100,8 +100,8 @@ class QuantizeRecipe:
     """Of a dense Hugging Face folder (``hf``): one of DTYPES."""
     bits: int = 4
     group_size: int | None = None
-    """Input columns that share a scale (gptq, awq, compressed-tensors). None chooses: 128, or the largest of 64
-    and 32 that divides the in_features of every linear. -1: one scale per row."""
+    """Input columns that share a scale (gptq, awq, compressed-tensors). None chooses: 128, or the largest of
+    64 and 32 that divides the in_features of every linear. -1: one scale per row."""
     symmetric: bool = True
     """Zero point fixed in the middle. AWQ is asymmetric always."""
     checkpoint_format: str = "gptq"
@@ -110,7 +110,7 @@ class QuantizeRecipe:
     """``auto``: gptq where there is calibration, else rtn with a scale search; for awq folders awq."""
     effort: str = "default"
     damping: float = 0.05
-    """Share of the mean diagonal that is added to the Hessian's diagonal; raised in steps where it must be."""
+    """Share of the mean diagonal that is added to the Hessian's diagonal; raised in steps where need be."""
     target_bpw: float | None = None
     """GGUF only: types are chosen by measured sensitivity to meet this many bits per weight."""
     tensor_types: tuple[tuple[str, str], ...] = ()
@@ -197,7 +197,7 @@ class QuantizeJob:
 
 @dataclass(frozen=True)
 class QuantizedLinear:
-    """One linear on an integer grid: W[n, k] = scales[n, g] * (codes[n, k] - zeros[n, g]), g = k // group_size.
+    """One linear on an integer grid: W[n, k] = scales[n, g] (codes[n, k] - zeros[n, g]), g = k // group_size.
 
     Groups lie along the columns as they are (a trivial g_idx). The codes are what rounding chose: writers
     never compute them again from weights.
@@ -290,7 +290,7 @@ class QuantizeReport:
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits of all tensors over the weights of the model: scales, zero points, embeddings and norms too."""
+        """Bits of all tensors over the model's weights: scales, zero points, embeddings and norms too."""
         return 8 * sum(tensor.nbytes for tensor in self.tensors) / max(1, self.num_weights)
 
     def as_json(self) -> dict[str, Any]:
