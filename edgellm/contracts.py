@@ -135,6 +135,8 @@ class GenerationRequest:
     """How many alternatives to report per answer token; None is off, 0 only the chosen one."""
     prompt_logprobs: int | None = None
     """The same for the prompt's tokens, the first excepted: nothing comes before it."""
+    score_from: int = 1
+    """Position of the first prompt token that ``prompt_logprobs`` is about; what is before it costs less."""
     constraint: ConstraintSpec | None = None
     """The whole answer keeps to it; complete, it ends with STOP. Cut by a limit it may be incomplete."""
     prediction_token_ids: tuple[int, ...] = ()
@@ -498,6 +500,7 @@ class SequenceStart:
     sample: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    score_from: int = 1
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from edgellm.config import ResolvedConfig
     from edgellm.engine.async_engine import AsyncEngine
     from edgellm.engine.engine import Engine
+    from edgellm.runner.model_runner import ModelRunner
     from edgellm_models.checkpoint.reader import Checkpoint
     from edgellm_models.network.spec import ModelSpec
     from edgellm_models.tokenizer.base import Tokenizer
@@ -59,6 +60,10 @@ class Runtime:
     load_templates: Callable[[], ChatTemplates | None]
     """Reads the model's chat templates; a raw completion never does, so a broken one cannot stop it."""
     vocab_size: int = 0
+    runner: ModelRunner | None = field(default=None, repr=False)
+    """What computes, for those who read whole rows of logits (edgellm/evaluate)."""
+    kv_token_bytes: int = 0
+    """Bytes of K and V of one position in all layers."""
     _service: AsyncEngine | None = field(default=None, repr=False)
 
     @property
@@ -90,9 +95,20 @@ class Runtime:
 
 
 def load_runtime(
-    resolved: ResolvedConfig, path: Path, name: str, on_notice: OnNotice | None = None
+    resolved: ResolvedConfig,
+    path: Path,
+    name: str,
+    on_notice: OnNotice | None = None,
+    *,
+    prefill_chunk: int | None = None,
+    kv: KVType | None = None,
+    full_contexts: int = 1,
 ) -> Runtime:
     """Loads a model for the settings given. ``on_notice`` hears what was chosen or changed, as it happens.
+
+    ``prefill_chunk`` limits the prompt tokens of a step; ``kv`` goes before ``--kv-dtype``, for measurements
+    of keys and values of different types; the KV cache has room for ``full_contexts`` sequences of the whole
+    context, which are not part of the check against free memory.
 
     Raises what the readers raise for damaged files, ResourceError when device or memory do not suffice.
     """
@@ -101,7 +117,13 @@ def load_runtime(
     import torch
 
     from edgellm.cache.kv_manager import KVManager
-    from edgellm.cache.kv_storage import BLOCK_SIZE, allocate_storage, choose_kv_type, group_layouts
+    from edgellm.cache.kv_storage import (
+        BLOCK_SIZE,
+        allocate_storage,
+        choose_kv_type,
+        group_layouts,
+        kv_bytes_per_position,
+    )
     from edgellm.cache.prefix_index import cache_key
     from edgellm.engine.engine import MAX_RUNNING, PREFILL_CHUNK, Engine
     from edgellm.engine.stats import StatsRecorder
@@ -141,24 +163,31 @@ def load_runtime(
         tell(notice)
     spec = decoder.spec
     free_bytes = _free_memory(device)
-    kv, step_down = choose_kv_type(resolved.kv_dtype, spec, resolved.ctx, PREFILL_CHUNK, free_bytes, device)
-    if step_down is not None:
-        tell(step_down)
-    context, notice = choose_context(spec, resolved.ctx, kv, PREFILL_CHUNK, free_bytes)
+    chunk = prefill_chunk or PREFILL_CHUNK
+    if kv is None:
+        kv, step_down = choose_kv_type(resolved.kv_dtype, spec, resolved.ctx, chunk, free_bytes, device)
+        if step_down is not None:
+            tell(step_down)
+    context, notice = choose_context(spec, resolved.ctx, kv, chunk, free_bytes)
     tell(notice)
-    groups = group_layouts(spec, context, PREFILL_CHUNK, BLOCK_SIZE)
+    groups = tuple(
+        replace(group, num_blocks=group.num_blocks * full_contexts)
+        for group in group_layouts(spec, context, chunk, BLOCK_SIZE)
+    )
     # What has just ended keeps its tail until the next step, in which as many may begin.
     storage = allocate_storage(
         spec, [group.num_blocks for group in groups], kv, device, num_rings=2 * MAX_RUNNING
     )
     key = cache_key(model_id=str(path), rope=repr(spec.ropes), kv_dtypes=[kv.name] * len(groups))
+    runner = ModelRunner(decoder, storage, vocab_size=spec.vocab_size, block_size=BLOCK_SIZE, device=device)
     core = Engine(
-        ModelRunner(decoder, storage, vocab_size=spec.vocab_size, block_size=BLOCK_SIZE, device=device),
+        runner,
         tokenizer,
         KVManager(groups, BLOCK_SIZE, cache_key=key),
         context_length=context,
         vocab_size=spec.vocab_size,
         rope_switch_length=spec.rope_switch_length,
+        prefill_chunk=chunk,
         make_decoder=lambda request: StreamDecoder(
             tokenizer,
             # A constraint is about the answer's whole text, its first space included.
@@ -185,7 +214,16 @@ def load_runtime(
     _LOG.info("imports took %.2f s, loading %.2f s", times.import_s, times.load_s)
     load_templates = partial(load_chat_templates, path, checkpoint.file_format, checkpoint.metadata)
     return Runtime(
-        info, tokenizer, sampling_defaults, core, times, tuple(notices), load_templates, spec.vocab_size
+        info,
+        tokenizer,
+        sampling_defaults,
+        core,
+        times,
+        tuple(notices),
+        load_templates,
+        spec.vocab_size,
+        runner=runner,
+        kv_token_bytes=kv_bytes_per_position(spec, spec.num_layers, kv),
     )
 
 

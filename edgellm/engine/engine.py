@@ -174,6 +174,7 @@ class Engine:
             index,
             request.logprobs,
             request.prompt_logprobs if index == 0 else None,
+            request.score_from,
         )
         self._next_sequence_id += 1
         sequence = Sequence(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -20,6 +20,11 @@ class ForwardModel(Protocol):
     def forward(self, batch: ForwardBatch, kv: Sequence[KVStorage]) -> torch.Tensor:
         """Logits [logit rows, vocab] f32."""
         ...
+
+
+RowSink = Callable[[int, int, torch.Tensor], None]
+"""Called with a sequence's id, the position of the token of the first row, and its logits [rows, vocab] f32,
+which it must not keep beyond the step: row i is about the token that follows position + i."""
 
 
 class ModelRunner:
@@ -41,6 +46,8 @@ class ModelRunner:
         self._device = device
         f16_kv = any(torch.float16 in (pages.keys.dtype, pages.values.dtype) for pages in kv)
         self._sampler = Sampler(vocab_size, f16_kv=f16_kv)
+        self.row_sink: RowSink | None = None
+        """Where there is one it is given every row of logits, and prompts are not scored here."""
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs one plan. Unusable logits are an error of their sequence; a failing kernel raises."""
@@ -55,7 +62,14 @@ class ModelRunner:
         with torch.inference_mode():
             batch = build_batch(plan.sequences, self._block_size, self._device, tail)
             logits = self._decoder.forward(batch, self._kv.storages)
-            scores = self._score_prompts(plan.sequences, logits)
+            if self.row_sink is None:
+                scores = self._score_prompts(plan.sequences, logits)
+            else:
+                scores = {}
+                for sequence, rows in _rows_of(plan.sequences):
+                    if rows.stop > rows.start:
+                        end = sequence.start_position + len(sequence.token_ids)
+                        self.row_sink(sequence.sequence_id, end - (rows.stop - rows.start), logits[rows])
             draws = self._draw(plan.sequences, logits)
         results = [_result(s.sequence_id, draws.get(s.sequence_id), scores) for s in plan.sequences]
         return StepResult(plan.step, tuple(results))

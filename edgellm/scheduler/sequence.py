@@ -60,11 +60,12 @@ class Sequence:
     """It may hold blocks that only drafted tokens need."""
     rope_is_short: bool = True
     """Its KV is that of the rope's short scaling."""
-    scored: int = 1
-    """Leading prompt tokens whose logprobs were delivered; the first has none."""
+    scored: int = field(init=False)
+    """Leading prompt tokens whose logprobs were delivered or are not wanted; the first has none."""
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.start.prompt_token_ids)
+        self.scored = max(1, self.start.score_from)
 
     @property
     def sequence_id(self) -> int:
