@@ -142,6 +142,9 @@ class GenerationRequest:
     prediction_token_ids: tuple[int, ...] = ()
     speculate: bool = True
     kv_policy: str = "stop"
+    """stop, window or budget (cache/eviction.py); trim is done by whoever makes the request."""
+    kv_keep: int | None = None
+    """Tokens that window or budget keeps; None is the engine's setting."""
     protected_tokens: int = 0
     """Leading tokens (the system prompt) that no eviction may drop."""
     turn_starts: tuple[int, ...] = ()
@@ -486,6 +489,8 @@ class PlannedSequence:
     ``id // 8``; ids beyond the bytes may not. Empty where nothing is forbidden."""
     prompt_logits: bool = False
     """The prompt's tokens behind these tokens are scored too, as ``SequenceStart.prompt_logprobs`` asks."""
+    score_blocks: tuple[int, ...] = ()
+    """Block indices, full after this step, that may be evicted some day: ``SequenceResult.block_scores``."""
 
 
 @dataclass(frozen=True)
@@ -561,6 +566,8 @@ class SequenceResult:
     """Where ``prompt_logits`` was set: of the prompt's tokens at the positions ``start_position + 1`` and on.
     """
     embedding: tuple[float, ...] | None = None
+    block_scores: tuple[tuple[float, ...], ...] = ()
+    """Where there are ``score_blocks``: per LayerGroup, a score of each; nothing for groups with a window."""
     error: str | None = None
 
 
