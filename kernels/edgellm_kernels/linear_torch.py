@@ -6,8 +6,16 @@ import torch
 import torch.nn.functional as functional
 
 from edgellm_kernels.ggml_blocks import dequantize, dequantize_rows
+from edgellm_kernels.int_groups import dequantize_group_rows
 from edgellm_kernels.operands import Prepared
-from edgellm_kernels.weights import BlockQuantWeight, DenseWeight, LinearWeight, StackedWeight
+from edgellm_kernels.weights import (
+    BlockQuantWeight,
+    DenseWeight,
+    IntWeight,
+    LinearPart,
+    LinearWeight,
+    StackedWeight,
+)
 
 _CHUNK_ELEMENTS = 1 << 20
 """Weights decoded at once (4 MiB as f32): stays in the second-level cache and bounds the scratch memory."""
@@ -18,7 +26,15 @@ def soft_cap(x: torch.Tensor, cap: float | None) -> torch.Tensor:
     return x if cap is None else x.div_(cap).tanh_().mul_(cap)
 
 
-def _multiply(x: torch.Tensor, weight: DenseWeight | BlockQuantWeight, out: torch.Tensor) -> None:
+def _float_rows(weight: LinearPart, start: int, end: int) -> torch.Tensor:
+    """Rows start to end as floats [rows, K], decoded where they are codes."""
+    if isinstance(weight, IntWeight):
+        return dequantize_group_rows(weight, start, end)
+    rows = weight.data[start:end]
+    return rows if isinstance(weight, DenseWeight) else dequantize(rows, weight.layout, weight.in_features)
+
+
+def _multiply(x: torch.Tensor, weight: LinearPart, out: torch.Tensor) -> None:
     """out[...] = x @ weight.T + bias, f32."""
     n, k = weight.shape
     if isinstance(weight, DenseWeight) and weight.data.dtype == x.dtype:
@@ -26,8 +42,7 @@ def _multiply(x: torch.Tensor, weight: DenseWeight | BlockQuantWeight, out: torc
     else:
         step = max(1, _CHUNK_ELEMENTS // k)
         for start in range(0, n, step):
-            rows = weight.data[start : start + step]
-            values = rows if isinstance(weight, DenseWeight) else dequantize(rows, weight.layout, k)
+            values = _float_rows(weight, start, min(n, start + step))
             out[:, start : start + step] = x @ values.to(x.dtype).t()
     if weight.bias is not None:
         out += weight.bias

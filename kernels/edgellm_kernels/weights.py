@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 
@@ -85,6 +85,73 @@ class BlockQuantWeight:
         return self.data.nbytes + (self.bias.nbytes if self.bias is not None else 0)
 
 
+class CodeLayout(enum.Enum):
+    """Where the integer codes of a grouped weight lie. The rows are N; columns run along K (in_features).
+
+    Readers bring GPTQ (packed along K, transposed), AWQ (packed along N, interleaved) and compressed-tensors
+    into one of these two; kernels know no other.
+    """
+
+    NIBBLES = "NIBBLES"
+    """[N, K / 2] bytes: the low nibble of byte j is column 2j, the high nibble column 2j + 1. Codes of 2, 3
+    and 4 bits.
+    """
+    BYTES = "BYTES"
+    """[N, K] bytes: byte k is column k. Codes of 8 bits, 0 to 255."""
+
+
+@dataclass(frozen=True)
+class IntWeight:
+    """A weight on an integer grid (GPTQ, AWQ): w[n, k] = scales[n, g] * (code[n, k] - zeros[n, g]).
+
+    The group g of column k is ``group_index[k]``, or k // group_size where that is None. f32 arithmetic:
+    the difference is exact, the product is rounded once.
+    """
+
+    layout: ClassVar[CodeLayout]
+
+    data: torch.Tensor
+    """uint8, see ``layout``."""
+    scales: torch.Tensor
+    """[N, groups] f16, bf16 or f32; negative ones are allowed."""
+    bits: int
+    """2, 3, 4 or 8: codes are 0 to 2^bits - 1."""
+    group_size: int
+    """Columns of a group (of the last one perhaps fewer); K where a row has one group."""
+    in_features: int
+    zeros: torch.Tensor | None = None
+    """[N, groups] uint8; None is 2^(bits - 1) everywhere (symmetric)."""
+    group_index: torch.Tensor | None = None
+    """[K] int32: the group of each column, where they were quantized in another order (act-order)."""
+    bias: torch.Tensor | None = None
+    """[N] f32"""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.data.shape[0], self.in_features
+
+    @property
+    def nbytes(self) -> int:
+        parts = (self.data, self.scales, self.zeros, self.group_index, self.bias)
+        return sum(part.nbytes for part in parts if part is not None)
+
+
+class Int4Weight(IntWeight):
+    """Codes of up to four bits, two in a byte."""
+
+    layout = CodeLayout.NIBBLES
+
+
+class Int8Weight(IntWeight):
+    """Codes of eight bits."""
+
+    layout = CodeLayout.BYTES
+
+
+LinearPart: TypeAlias = DenseWeight | BlockQuantWeight | Int4Weight | Int8Weight
+"""One matrix of a file."""
+
+
 @dataclass(frozen=True)
 class StackedWeight:
     """Linears that share their input, as one: the rows of the parts one after another (q, k, v or gate, up).
@@ -92,7 +159,7 @@ class StackedWeight:
     ``prepare`` joins the parts where their forms are equal; where they differ a backend runs them one by one.
     """
 
-    parts: tuple[DenseWeight | BlockQuantWeight, ...]
+    parts: tuple[LinearPart, ...]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -103,9 +170,8 @@ class StackedWeight:
         return sum(part.nbytes for part in self.parts)
 
 
-LinearWeight: TypeAlias = DenseWeight | BlockQuantWeight | StackedWeight
-"""Int4Weight and Int8Weight (GPTQ, AWQ) join this union with their readers; ExpertWeights is a reserved name.
-"""
+LinearWeight: TypeAlias = LinearPart | StackedWeight
+"""ExpertWeights is a reserved name."""
 
 
 def dense_bytes(weight: LinearWeight, dtype: torch.dtype = torch.float32) -> int:
@@ -114,25 +180,33 @@ def dense_bytes(weight: LinearWeight, dtype: torch.dtype = torch.float32) -> int
     return rows * columns * dtype.itemsize + rows * 4
 
 
-def _float_data(
-    part: DenseWeight | BlockQuantWeight, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
+def _float_data(part: LinearPart, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """[N, K] in ``dtype``; the very tensor of the file (no copy) where it has that type already."""
     from edgellm_kernels.ggml_blocks import dequantize
+    from edgellm_kernels.int_groups import dequantize_groups
 
     if isinstance(part, DenseWeight):
         return part.data.to(device=device, dtype=dtype)
+    if isinstance(part, IntWeight):
+        return dequantize_groups(part, dtype).to(device)
     return dequantize(part.data.to(device), part.layout, part.in_features).to(dtype)
 
 
-def _move(part: DenseWeight | BlockQuantWeight, device: torch.device) -> DenseWeight | BlockQuantWeight:
+def _move(part: LinearPart, device: torch.device) -> LinearPart:
     bias = None if part.bias is None else part.bias.to(device=device, dtype=torch.float32)
+    if isinstance(part, IntWeight):
+        return replace(
+            part,
+            data=part.data.to(device),
+            scales=part.scales.to(device),
+            zeros=None if part.zeros is None else part.zeros.to(device),
+            group_index=None if part.group_index is None else part.group_index.to(device),
+            bias=bias,
+        )
     return replace(part, data=part.data.to(device), bias=bias)
 
 
-def _join_dense(
-    parts: Sequence[DenseWeight | BlockQuantWeight], dtype: torch.dtype, device: torch.device
-) -> DenseWeight:
+def _join_dense(parts: Sequence[LinearPart], dtype: torch.dtype, device: torch.device) -> DenseWeight:
     """The parts' rows one after another, converted part by part: scratch memory is one part's, not all
     parts'.
     """

@@ -10,8 +10,8 @@ import torch
 
 from edgellm_kernels.ops import Kernels, KernelUnavailableError, load_kernels
 from edgellm_kernels.weights import (
-    BlockQuantWeight,
-    DenseWeight,
+    IntWeight,
+    LinearPart,
     LinearWeight,
     StackedWeight,
     prepare,
@@ -228,7 +228,7 @@ class _Loader:
         else:
             # One tensor serves both: the head is read whole at every step, so its form decides.
             head = embedding = self._prepare(table, "lm_head")
-        assert not isinstance(embedding, StackedWeight)
+        assert not isinstance(embedding, StackedWeight | IntWeight)
         return DecoderWeights(embedding, layers, self._gain("output_norm"), head)
 
     def _layer(self, layer: int) -> LayerWeights:
@@ -262,7 +262,7 @@ class _Loader:
     def _prepare(self, weight: LinearWeight, op: str) -> LinearWeight:
         return prepare(weight, self.kernels.device, op, self.hold, self.kernels.dtype)
 
-    def _weight(self, name: str) -> DenseWeight | BlockQuantWeight:
+    def _weight(self, name: str) -> LinearPart:
         weight = self.checkpoint.weight(f"{name}.weight")
         self.file_types.add(self.infos[f"{name}.weight"].type_name)
         if f"{name}.bias" in self.used:
@@ -273,9 +273,7 @@ class _Loader:
         gain = self.checkpoint.vector(f"{name}.weight").to(self.kernels.device)
         return gain + self.spec.norm_offset if self.spec.norm_offset else gain
 
-    def _unpermuted(
-        self, weight: DenseWeight | BlockQuantWeight, heads: int
-    ) -> DenseWeight | BlockQuantWeight:
+    def _unpermuted(self, weight: LinearPart, heads: int) -> LinearPart:
         """Rows of q or k from llama.cpp's interleaved rotary order into the half-split one.
 
         In the file rows 2i and 2i + 1 of a head turn together, here rows i and i + dims/2; rows behind the
@@ -284,6 +282,7 @@ class _Loader:
         """
         if not self.spec.permuted_qk:
             return weight
+        assert not isinstance(weight, IntWeight), "no file of integer grids has its rows permuted"
         dims, head_dim = self.spec.ropes[0].dims, self.spec.head_dim
         in_head = [*range(0, dims, 2), *range(1, dims, 2), *range(dims, head_dim)]
         order = (torch.arange(heads)[:, None] * head_dim + torch.tensor(in_head)).flatten()
