@@ -40,6 +40,7 @@ INTEGER_CACHE = {
         "host_offload",
         "integrity",
         "kv_manager",
+        "kv_sizes",
         "prefix_index",
         "prefix_match",
         "sequence_blocks",
@@ -130,6 +131,11 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         module: (INTEGER_CACHE | {"edgellm.contracts", "edgellm_models.errors"}, set())
         for module in INTEGER_CACHE
     },
+    # Pure arithmetic; numpy only to measure how fast memory is read.
+    "edgellm.planning": (
+        {"edgellm.cache.kv_sizes", "edgellm_models.errors", "edgellm_models.network"},
+        {"numpy"},
+    ),
     "edgellm.scheduler": (
         {
             "edgellm.contracts",
@@ -161,6 +167,16 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         },
         {"torch"},
     ),
+    "edgellm.evaluate": (
+        {
+            "edgellm.contracts",
+            "edgellm.engine",
+            "edgellm.runner",
+            "edgellm_models.errors",
+        },
+        {"torch", "numpy"},
+    ),
+    "edgellm.evaluate.windows": ({"edgellm_models.errors"}, set()),
     "edgellm.engine.stop_strings": ({"edgellm.contracts", "edgellm_models.errors"}, set()),
     "edgellm.client": (
         {

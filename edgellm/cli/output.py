@@ -63,7 +63,14 @@ class Output:
         if now - self._bar_time < 0.1 and progress.phase == self._bar_phase:
             return
         self._bar_time, self._bar_phase = now, progress.phase
-        text = progress_line(progress)
+        self._draw(progress_line(progress))
+
+    def status(self, text: str) -> None:
+        """Redraws the line of a long computation, on terminals only."""
+        if self.shows_progress:
+            self._draw(text)
+
+    def _draw(self, text: str) -> None:
         # Only carriage return and spaces: also right where no escape sequence is understood.
         tell("\r" + text + " " * max(0, len(self._bar) - len(text)))
         self._bar = text
