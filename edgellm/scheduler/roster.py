@@ -84,8 +84,11 @@ class Roster:
         elif not sequence.announced:
             sequence.cached_tokens = sequence.computed
 
-    def preempt(self, sequence: Sequence) -> None:
-        """Makes a running sequence with nothing in flight wait, its KV on the host or dropped."""
+    def preempt(self, sequence: Sequence, *, for_urgent: bool = False) -> None:
+        """Makes a running sequence with nothing in flight wait, its KV on the host or dropped.
+
+        ``for_urgent``: not for want of blocks of those that run, but for one that waits.
+        """
         assert not sequence.in_flight, "what is in flight writes to the blocks that would be given away"
         lost = sequence.computed
         copies = self.kv.offload(sequence.sequence_id) if lost else None
@@ -98,7 +101,7 @@ class Roster:
         self.waiting[sequence.sequence_id] = sequence
         sequence.preempted_at = self._clock()
         self._preempted.append(sequence.sequence_id)
-        self.tell(sequence, wording.preempted(lost, to_host=sequence.on_host))
+        self.tell(sequence, wording.preempted(lost, to_host=sequence.on_host, for_urgent=for_urgent))
 
     def finish(self, sequence_id: int) -> None:
         """Ends a sequence wherever it is and frees its blocks. Unknown ids are ignored: it may have ended."""

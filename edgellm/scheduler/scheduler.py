@@ -65,6 +65,9 @@ class Scheduler:
     When blocks are short, in this order: cached blocks that nobody uses go (the manager's doing), drafts get
     no block, nobody is admitted, and the last by ``policy.rank`` is preempted: to host memory where there is
     room, else it is computed again later, its tokens so far being its prompt.
+
+    One that waits for a place or for blocks pushes out the last that runs with a lower priority, one per
+    step.
     """
 
     def __init__(
@@ -113,6 +116,8 @@ class Scheduler:
         self._last_served: dict[int, float] = {}
         self._short: tuple[int, int] | None = None
         """Id and length of the sequence that lacked blocks in the last step."""
+        self._turned_away: int | None = None
+        """Id of the waiting sequence for which blocks were short in the last step."""
         self._step = 0
 
     # --- what the caller sees ---
@@ -197,6 +202,7 @@ class Scheduler:
         for sequence in list(self._roster.running.values()):
             self._roster.restart_outgrown(sequence)
             self._roster.fork_children(sequence)
+        self._push_out(step, now)
         self._serve_the_short(step)
         self._plan_decodes(step)
         decodes, kept_back = len(step.chosen), 0
@@ -351,6 +357,27 @@ class Scheduler:
 
     # --- admission ---
 
+    def _push_out(self, step: _Step, now: float) -> None:
+        """Makes the last that runs give way where one of a better priority waits for its place or its blocks.
+
+        Only priorities count here: among equals nobody loses a place to one that came later or is shorter.
+        """
+        turned_away, self._turned_away = self._turned_away, None
+        waiting, running = self._roster.waiting.values(), self._roster.running.values()
+        if not waiting or not running:
+            return
+        last = max(running, key=rank)
+        if min(s.priority for s in waiting) >= last.priority:
+            return
+        urgent = [s for s in waiting if s.priority < last.priority and not self._roster.awaits_parent(s)]
+        for first in prefill_order(urgent, now, self._age_bound_s, self._last_served)[:1]:
+            if self._roster.has_place and turned_away != first.sequence_id:
+                return
+            if last.in_flight:
+                step.held.add(last.sequence_id)  # its place is free as soon as that is known
+            else:
+                self._roster.preempt(last, for_urgent=True)
+
     def _admit(self, sequence: Sequence, step: _Step, now: float) -> bool:
         """Starts or resumes a waiting sequence when blocks for its next chunk and a draft are free.
 
@@ -401,7 +428,9 @@ class Scheduler:
         if alone and not self._outstanding:
             self._roster.fail(sequence, length)
             step.again = True
-        elif sequence.preempted_at is None and not sequence.told_blocked:
+            return
+        self._turned_away = sequence.sequence_id
+        if sequence.preempted_at is None and not sequence.told_blocked:
             sequence.told_blocked = True
             self._roster.tell(sequence, wording.queued_for_blocks(length, self._kv.counts()))
 

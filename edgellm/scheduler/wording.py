@@ -15,9 +15,10 @@ def queued_for_blocks(length: int, counts: Mapping[str, int]) -> Notice:
     )
 
 
-def preempted(num_tokens: int, *, to_host: bool) -> Notice:
+def preempted(num_tokens: int, *, to_host: bool, for_urgent: bool = False) -> Notice:
     fate = "was moved to host memory" if to_host else "was dropped and will be computed again"
-    return Notice("preempted", f"paused, as KV memory is short: the KV of its {num_tokens} tokens {fate}")
+    why = "for a request of a better priority" if for_urgent else "as KV memory is short"
+    return Notice("preempted", f"paused, {why}: the KV of its {num_tokens} tokens {fate}")
 
 
 def resumed(waited_s: float, kept: int, again: int) -> Notice:
