@@ -52,7 +52,7 @@ class ConversationMemory:
         if previous is None:
             return None
         limit = min(len(previous), len(token_ids))
-        position = next((i for i in range(limit) if previous[i] != token_ids[i]), limit)
+        position = _first_difference(previous, array("q", token_ids), limit)
         # One token must run, and only whole blocks are shared.
         if reused >= min(len(previous), len(token_ids) - 1) // block_size * block_size:
             return None
@@ -66,3 +66,15 @@ class ConversationMemory:
             previous_token=previous[position] if differs else None,
             token=token_ids[position] if differs and position < len(token_ids) else None,
         )
+
+
+def _first_difference(a: array[int], b: array[int], limit: int) -> int:
+    """The first index below ``limit`` at which they differ, or ``limit``; by halves, compared at C speed."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -15,7 +15,7 @@ from edgellm.cache import host_offload, integrity
 from edgellm.cache.block_pool import BlockPool
 from edgellm.cache.conversation import ConversationMemory, Divergence
 from edgellm.cache.prefix_index import PrefixIndex, PrefixNode
-from edgellm.cache.prefix_match import longest_hit, window_blocks
+from edgellm.cache.prefix_match import PromptSearches, longest_hit, window_blocks
 from edgellm.cache.sequence_blocks import NULL_BLOCK, GroupLayout, SequenceBlocks
 from edgellm.contracts import BlockCopy, HostCopy
 from edgellm_models.errors import EngineError
@@ -56,6 +56,7 @@ class KVManager:
         self.host_pools = tuple(BlockPool(size, block_size) for size in sizes)
         self.sequences: dict[int, SequenceBlocks] = {}
         """The open sequences; only this package writes to it."""
+        self._searches = PromptSearches(self.index, self.groups)
         self._conversations = ConversationMemory()
         self._divergences: dict[int, Divergence] = {}
         self._num_copies = 0
@@ -82,14 +83,16 @@ class KVManager:
         """Starts a sequence with the cached part of its prompt; how many tokens that is.
 
         Whole blocks, and at most one token less than the prompt has, as one must run to bring logits. The
-        blocks are in use from now on. Nothing is allocated, so this cannot fail for want of blocks.
+        blocks are in use from now on. Nothing is allocated, so this cannot fail for want of blocks. One that
+        is freed again before it grows is opened again at little cost, with the same tokens, until ``forget``.
         """
         if sequence_id in self.sequences:
             raise EngineError(f"sequence {sequence_id} is open already")
         root = self.index.root(salt)
         chain = []
         if self.enable_prefix_cache:
-            chain = longest_hit(self.index, self.groups, root, token_ids, self._reuse_limit(token_ids))
+            limit = self._reuse_limit(token_ids)
+            chain = self._searches.longest_hit(sequence_id, root, token_ids, limit)
         tables, skipped = [], []
         for group, layout in enumerate(self.groups):
             absent = len(chain) - window_blocks(layout, len(chain), self.block_size)
@@ -139,6 +142,10 @@ class KVManager:
             pool.free(block for block in reversed(table) if block != NULL_BLOCK)
         del self.sequences[sequence_id]
         self._divergences.pop(sequence_id, None)
+
+    def forget(self, sequence_id: int) -> None:
+        """A sequence that is not open will not be opened again."""
+        self._searches.forget(sequence_id)
 
     def fork(self, parent: int, child: int) -> None:
         """Opens ``child`` with all committed KV of ``parent``, shared; a partial block is copied on write."""
@@ -208,6 +215,7 @@ class KVManager:
                 for block in table[sequence.committed // self.block_size :]
             ), "I7: a block that will be written is shared or hashed"
         sequence.grown = length
+        self._searches.forget(sequence_id)
         return copies
 
     def dead_blocks(self, group: int, committed: int) -> int:

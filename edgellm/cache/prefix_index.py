@@ -65,6 +65,8 @@ class PrefixIndex:
         """Digest -> the nodes that blocks hold; more than one only where hashes collide."""
         self._held: dict[tuple[int, int], PrefixNode] = {}
         """(group, block) -> the node that it holds."""
+        self.version = 0
+        """Changes whenever the answer to a search may change."""
 
     def root(self, salt: str) -> PrefixNode:
         """Where the prefixes of one salt begin."""
@@ -77,6 +79,11 @@ class PrefixIndex:
         digest = chain_hash(parent.digest, tokens, epoch)
         known = self._find(digest, parent, tokens, epoch)
         return known if known is not None else PrefixNode(digest, parent, tokens, epoch)
+
+    def renew(self, node: PrefixNode, parent: PrefixNode) -> PrefixNode:
+        """As ``extend`` with the tokens of a node that it returned earlier, without hashing them again."""
+        known = self._find(node.digest, parent, node.tokens, node.epoch)
+        return known if known is not None else node
 
     def _find(
         self, digest: bytes, parent: PrefixNode, tokens: tuple[int, ...], epoch: int
@@ -108,11 +115,13 @@ class PrefixIndex:
                 self._nodes.setdefault(node.digest, []).append(node)
         node.blocks.setdefault(group, {})[block] = None
         self._held[group, block] = node
+        self.version += 1
         return node
 
     def forget(self, group: int, block: int) -> None:
         """The block is about to hold something else."""
         node = self._held.pop((group, block))
+        self.version += 1
         del node.blocks[group][block]
         if not node.blocks[group]:
             del node.blocks[group]

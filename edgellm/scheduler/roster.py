@@ -109,6 +109,7 @@ class Roster:
         if sequence is None:
             return
         self.release(sequence)
+        self.kv.forget(sequence_id)
         sequence.in_flight.clear()
         if sequence.announced:
             self._ended.append(sequence_id)
