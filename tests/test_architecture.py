@@ -37,6 +37,7 @@ INTEGER_CACHE = {
     for name in (
         "block_pool",
         "conversation",
+        "eviction",
         "host_offload",
         "integrity",
         "kv_manager",
@@ -119,6 +120,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         for name in (
             "block_pool",
             "conversation",
+            "eviction",
             "host_offload",
             "integrity",
             "kv_manager",
@@ -140,6 +142,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {
             "edgellm.contracts",
             "edgellm.cache.block_pool",
+            "edgellm.cache.eviction",
             "edgellm.cache.kv_manager",
             "edgellm_models.errors",
         },

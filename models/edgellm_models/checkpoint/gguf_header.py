@@ -58,9 +58,12 @@ class GGUFHeader:
     notices: tuple[Notice, ...]
 
 
-def read_gguf_header(buffer: Buffer, size: int, label: str) -> GGUFHeader:
+def read_gguf_header(buffer: Buffer, size: int, label: str, *, complete: bool = True) -> GGUFHeader:
     """Parse the ``size`` bytes of a GGUF file, v2 or v3; ``label`` names it. BadInputError says what is
-    wrong."""
+    wrong.
+
+    Not ``complete``, the file may end anywhere behind its header: nothing but the header may then be used.
+    """
     cursor = Cursor(buffer, size, label)
     version = _read_version(cursor)
     num_tensors = _read_count(cursor, "tensors", _MIN_TENSOR_BYTES)
@@ -75,14 +78,20 @@ def read_gguf_header(buffer: Buffer, size: int, label: str) -> GGUFHeader:
         _check_offset(cursor, name, shape, kind, offset, alignment, data_start)
         for name, shape, kind, offset in declared
     )
-    _check_extent(cursor, tensors)
-    notices = _check_tail(cursor, tensors, header_end, alignment)
+    if complete:
+        _check_extent(cursor, tensors)
+    notices = _check_tail(cursor, tensors, header_end, alignment) if complete else []
     if cursor.replaced:
         keys = shown(cursor.replaced)
         notices.append(
             Notice("metadata_not_utf8", f"{label}: bytes that are not UTF-8 were replaced in {keys}")
         )
     return GGUFHeader(version, metadata, tensors, tuple(notices))
+
+
+def declared_end(header: GGUFHeader) -> int:
+    """The file size in bytes that the tensors of a header need; padding behind the last is not counted."""
+    return max((tensor.start + tensor.nbytes for tensor in header.tensors), default=0)
 
 
 def _read_version(cursor: Cursor) -> int:
