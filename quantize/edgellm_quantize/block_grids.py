@@ -93,7 +93,8 @@ class BlockParams:
         """Decoded scale of every sub-block, f32 [n, sub_blocks], with the bits that decoders compute."""
         if self.grid.scale_range is None:
             return self.d[:, None].copy()
-        return self.d[:, None] * self.scales.astype(np.float32)
+        decoded: Array = self.d[:, None] * self.scales.astype(np.float32)
+        return decoded
 
     def sub_offsets(self) -> Array:
         """Decoded offset of every sub-block, f32 [n, sub_blocks]; 0 in a grid without offsets."""
@@ -125,11 +126,9 @@ def nearest_codes(values: Array, scale: Array, offset: Array, grid: BlockGrid) -
     with np.errstate(divide="ignore", over="ignore"):
         inverse = np.where(scale != 0, np.float32(1) / scale, np.float32(0))
     low = 1 if grid.type_name == "Q8_0" else 0
-    if grid.has_offset:
-        codes = (values - offset) * inverse
-    else:
-        codes = values * inverse + np.float32(grid.zero)
-    return np.rint(np.clip(codes, np.float32(low), np.float32(grid.max_code)))
+    codes = (values - offset) * inverse if grid.has_offset else values * inverse + np.float32(grid.zero)
+    nearest: Array = np.rint(np.clip(codes, np.float32(low), np.float32(grid.max_code)))
+    return nearest
 
 
 def decode_codes(codes: Array, scale: Array, offset: Array, grid: BlockGrid) -> Array:
@@ -198,7 +197,7 @@ def _unpack_six_bits(data: Array) -> tuple[Array, Array]:
 
 
 def pack(params: BlockParams, codes: Array) -> Array:
-    """Bytes of ``n`` blocks: codes uint8 [n, elements] -> uint8 [n, block bytes] (design of ggml-common.h)."""
+    """Bytes of ``n`` blocks: codes uint8 [n, elements] -> uint8 [n, block bytes] (ggml-common.h)."""
     codes = np.ascontiguousarray(codes, dtype=np.uint8)
     name = params.type_name
     d, dmin = _f16_bytes(params.d), _f16_bytes(params.dmin)
@@ -245,11 +244,11 @@ def unpack(data: Array, type_name: str) -> tuple[BlockParams, Array]:
         at = 2
         if grid.has_offset:
             dmin, at = _f16_values(data[:, 2:4]), 4
-        high = 0
         if type_name.startswith("Q5"):
             high = np.unpackbits(data[:, at : at + 4], axis=1, bitorder="little") << 4
-            at += 4
-        codes = _split_nibbles(data[:, at:], 16) | high
+            codes = _split_nibbles(data[:, at + 4 :], 16) | high
+        else:
+            codes = _split_nibbles(data[:, at:], 16)
     elif type_name == "Q8_0":
         d, codes = _f16_values(data[:, :2]), data[:, 2:] ^ 0x80
     elif type_name == "Q2_K":

@@ -1,8 +1,8 @@
 """The search for the scales of a block in numpy: the twin that says what the native encoder must compute.
 
-Arrays are [sub-blocks, weights of a sub-block, blocks]: a block's numbers meet only numbers of the same block,
-so the native encoder gives each SIMD lane a block and reaches the same bits. All arithmetic is f32 in the
-order written here; sums run from the first weight to the last.
+Arrays are [sub-blocks, weights of a sub-block, blocks]: a block's numbers meet only numbers of the same
+block, so the native encoder gives each SIMD lane a block and reaches the same bits. All arithmetic is f32 in
+the order written here; sums run from the first weight to the last.
 """
 
 from __future__ import annotations
@@ -40,6 +40,13 @@ class SearchPlan:
     polishes: int
     """Least-squares rounds of the super-scales with codes and integers fixed; each is followed by a search of
     the neighbours."""
+
+    def as_array(self) -> Array:
+        """What the native encoder reads: counts, radius and rounds, then the numbers; f32."""
+        dmin_factors = self.dmin_factors or (1.0,)
+        counts = (len(self.steps), len(self.mirrored), self.descents, len(self.d_factors), len(dmin_factors))
+        numbers = (*self.steps, *self.mirrored, *self.d_factors, *dmin_factors)
+        return np.array((*counts, self.radius, self.polishes, *numbers), dtype=np.float32)
 
 
 def _range(start: float, stop: float, count: int) -> tuple[float, ...]:
@@ -152,8 +159,9 @@ def _total(values: Array) -> Array:
     return total
 
 
-def _nearest(values: Array, low: float, high: float) -> Array:
-    return (np.maximum(np.minimum(values, np.float32(high)), np.float32(low)) + _MAGIC) - _MAGIC
+def _nearest(values: Array, low: float | np.float32, high: float | np.float32) -> Array:
+    rounded: Array = (np.maximum(np.minimum(values, np.float32(high)), np.float32(low)) + _MAGIC) - _MAGIC
+    return rounded
 
 
 def _inverse(values: Array) -> Array:
@@ -162,8 +170,10 @@ def _inverse(values: Array) -> Array:
 
 
 def _half(values: Array) -> Array:
-    """Rounded to f16 and clipped to its range."""
-    return np.clip(values, -F16_MAX, F16_MAX).astype(np.float16).astype(np.float32)
+    """Rounded to f16 and clipped to its range, without a negative zero."""
+    clipped = np.maximum(np.minimum(values, F16_MAX), -F16_MAX)
+    rounded: Array = clipped.astype(np.float16).astype(np.float32) + np.float32(0)
+    return rounded
 
 
 def _bounds(grid: BlockGrid) -> tuple[float, float]:
@@ -241,9 +251,9 @@ def _fit_symmetric(x: Array, w: Array, grid: BlockGrid, plan: SearchPlan) -> Arr
         best_scale = np.where(better, scale, best_scale)
 
     for step in plan.steps:
-        consider(np.float32(low - step) * inverse_extreme)
+        consider((np.float32(low) - np.float32(step)) * inverse_extreme)
     for step in plan.mirrored:
-        consider(np.float32(high + step) * inverse_extreme)
+        consider((np.float32(high) + np.float32(step)) * inverse_extreme)
     for _ in range(plan.descents):
         consider(_inverse(best_scale))
     return best_scale
@@ -344,7 +354,7 @@ def _neighbours(
 
 
 def _least_squares(x: Array, w: Array, choice: _Choice, grid: BlockGrid) -> tuple[Array, Array]:
-    """The d and dmin [b] that fit best with integers and codes fixed; the old ones where there is no solution."""
+    """The d and dmin [b] that fit best with integers and codes fixed; the old ones where none do."""
     scales, minima = np.atleast_2d(choice.scales), np.atleast_2d(choice.minima)
     a = scales[:, None] * choice.codes
     wa = w * a
