@@ -1,0 +1,48 @@
+#include "linear.h"
+
+#include <algorithm>
+
+namespace edgellm {
+namespace {
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// sums [rows][kSumStride] -> output columns from `first` on: + bias, + add.
+void write_out(const PackedWeight& weight, const LinearOutput& output, int64_t row, int64_t rows, int64_t first, int64_t columns, const float* sums) {
+  for (int64_t r = 0; r < rows; ++r, sums += kSumStride) {
+    float* out = output.data + (row + r) * output.stride + first;
+    const float* add = output.add == nullptr ? nullptr : output.add + (row + r) * output.stride + first;
+    for (int64_t c = 0; c < columns; ++c) {
+      float value = sums[c];
+      if (weight.bias != nullptr) value += weight.bias[first + c];
+      if (add != nullptr) value += add[c];
+      out[c] = value;
+    }
+  }
+}
+
+}  // namespace
+
+int64_t linear_tasks(const PackedWeight& weight, int64_t rows) {
+  if (rows == 1) return divide_up(weight.tiles(), kPanelTiles);
+  return divide_up(weight.tiles(), kPanelTiles) * divide_up(rows, kPanelRows);
+}
+
+void linear_task(const PackedWeight& weight, const LinearInput& input, const LinearOutput& output, int64_t task) {
+  const int64_t row_panels = divide_up(input.rows, kPanelRows);
+  const int64_t tile = task / row_panels * kPanelTiles, row = task % row_panels * kPanelRows;
+  const int tiles = static_cast<int>(std::min<int64_t>(kPanelTiles, weight.tiles() - tile));
+  const int64_t rows = std::min(kPanelRows, input.rows - row), blocks = weight.k / kActivationBlock;
+  const int64_t first = tile * kTileRows, columns = std::min(weight.n - first, tiles * kTileRows);
+  alignas(64) float sums[kPanelRows * kSumStride];
+  if (input.quantized == nullptr || !has_integer_kernel(weight.format)) {
+    exact_panel(weight, tile, tiles, input.values + row * weight.k, rows, sums);
+  } else if (rows == 1) {
+    for (int t = 0; t < tiles; ++t) integer_row(weight, tile + t, input.quantized + row * blocks, sums + t * kTileRows);
+  } else {
+    integer_panel(weight, tile, tiles, input.quantized + row * blocks, rows, sums);
+  }
+  write_out(weight, output, row, rows, first, columns, sums);
+}
+
+}  // namespace edgellm

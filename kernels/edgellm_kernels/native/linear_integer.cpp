@@ -1,0 +1,161 @@
+// Integer kernels: codes of the weights times 16-bit activations, summed exactly per block of 32 (or span of 16).
+//
+// Lane = row of the weight, so no sum crosses lanes. Both kernels do the same floating-point operations in the same
+// order; inside a block integers are exact in any order (see activations.h for the range).
+#include "formats.h"
+#include "linear.h"
+
+namespace edgellm {
+
+using namespace simd;
+
+namespace {
+
+template <class T> constexpr int kSpans = 32 / T::kSpan;  // scales per block of 32
+
+inline F32 add_product(F32 sum, I32 product, F32 scale, float x_scale) {
+  return fma(to_f32(product), scale * splat(x_scale), sum);
+}
+
+// What the minimum of span s multiplies.
+template <int SPANS> inline float sum_of(const ActivationBlock& x, int s) {
+  if constexpr (SPANS == 1) return x.scaled_sum;
+  return x.scale * static_cast<float>(x.sums[s]);
+}
+
+// The start of an integer sum: -zero * (sum of the activations), which takes the codes' zero point off.
+template <int SPANS> inline int32_t offset_of(const ActivationBlock& x, int s, int32_t zero_code) {
+  if constexpr (SPANS == 1) return -zero_code * (x.sums[0] + x.sums[1]);
+  return -zero_code * x.sums[s];
+}
+
+template <class T> F32 row_product(const uint8_t* unit, const ActivationBlock* x, int64_t k) {
+  F32 sum = zero();
+  for (int64_t u = 0; u < k / T::kUnit; ++u, unit += kUnitBytes<T>) {
+    F32 scale[T::kUnit / T::kSpan], min[T::kUnit / T::kSpan];
+    T::scales(unit, scale, min);
+    const uint8_t* q = unit + T::kHeader;
+#pragma GCC unroll 1
+    for (int b = 0; b < T::kUnit / 32; ++b, ++x, q += kCodeBytes<T::kBits>) {
+      I32 product[2] = {splat_i32(0), splat_i32(0)};
+      if constexpr (T::kZero != 0) {
+        product[0] = splat_i32(offset_of<kSpans<T>>(*x, 0, T::kZero));
+        if constexpr (kSpans<T> == 2) product[1] = splat_i32(offset_of<kSpans<T>>(*x, 1, T::kZero));
+      }
+      for_pairs<T::kBits, 0, 16>(q, [&](int p, I16 codes) {
+        I32& target = product[kSpans<T> == 2 ? p / 8 : p % 2];
+        target = dot_pairs(target, codes, splat_pair(x->q + 2 * p));
+      });
+      if constexpr (kSpans<T> == 1) product[0] = product[0] + product[1];
+#pragma GCC unroll 2
+      for (int s = 0; s < kSpans<T>; ++s) {
+        sum = add_product(sum, product[s], scale[b * kSpans<T> + s], x->scale);
+        if constexpr (T::kMin) sum = fma(min[b * kSpans<T> + s], splat(sum_of<kSpans<T>>(*x, s)), sum);
+      }
+    }
+  }
+  return sum;
+}
+
+constexpr int kChunkBlocks = 16;  // of 32 weights: 512 along K, 16 KiB of codes for two tiles
+
+struct Panel {
+  alignas(64) int16_t codes[kPanelTiles][kChunkBlocks][16][16];
+  alignas(64) float scale[kPanelTiles][kChunkBlocks][2][8];
+  alignas(64) float min[kPanelTiles][kChunkBlocks][2][8];
+};
+
+template <class T> void unpack(const uint8_t* unit, int blocks, int tile, Panel& panel) {
+  for (int first = 0; first < blocks; first += T::kUnit / 32, unit += kUnitBytes<T>) {
+    F32 scale[T::kUnit / T::kSpan], min[T::kUnit / T::kSpan];
+    T::scales(unit, scale, min);
+    const uint8_t* q = unit + T::kHeader;
+    for (int b = 0; b < T::kUnit / 32; ++b, q += kCodeBytes<T::kBits>) {
+      for_pairs<T::kBits, 0, 16>(q, [&](int p, I16 codes) { store_i16(panel.codes[tile][first + b][p], codes); });
+      for (int s = 0; s < kSpans<T>; ++s) {
+        store(panel.scale[tile][first + b][s], scale[b * kSpans<T> + s]);
+        if constexpr (T::kMin) store(panel.min[tile][first + b][s], min[b * kSpans<T> + s]);
+      }
+    }
+  }
+}
+
+// ROWS rows of activations, `stride` blocks apart, times TILES tiles: sums [row][kSumStride] grow by the chunk.
+template <int TILES, int ROWS, int SPANS, bool MIN>
+void multiply(const Panel& panel, int blocks, int32_t zero_code, const ActivationBlock* x, int64_t stride, float* sums) {
+  F32 sum[TILES][ROWS];
+  for (int t = 0; t < TILES; ++t)
+    for (int r = 0; r < ROWS; ++r) sum[t][r] = load(sums + r * kSumStride + t * kTileRows);
+  for (int b = 0; b < blocks; ++b, ++x) {
+#pragma GCC unroll 2
+    for (int s = 0; s < SPANS; ++s) {
+      I32 product[TILES][ROWS];
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+        for (int t = 0; t < TILES; ++t) product[t][r] = splat_i32(offset_of<SPANS>(x[r * stride], s, zero_code));
+#pragma GCC unroll 2
+      for (int p = 16 / SPANS * s; p < 16 / SPANS * (s + 1); ++p) {
+        I16 codes[TILES];
+#pragma GCC unroll 2
+        for (int t = 0; t < TILES; ++t) codes[t] = load_i16(panel.codes[t][b][p]);
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; ++r) {
+          I16 pair = splat_pair(x[r * stride].q + 2 * p);
+#pragma GCC unroll 2
+          for (int t = 0; t < TILES; ++t) product[t][r] = dot_pairs(product[t][r], codes[t], pair);
+        }
+      }
+#pragma GCC unroll 2
+      for (int t = 0; t < TILES; ++t) {
+        F32 scale = load(panel.scale[t][b][s]);
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; ++r) {
+          const ActivationBlock& row = x[r * stride];
+          sum[t][r] = add_product(sum[t][r], product[t][r], scale, row.scale);
+          if constexpr (MIN) sum[t][r] = fma(load(panel.min[t][b][s]), splat(sum_of<SPANS>(row, s)), sum[t][r]);
+        }
+      }
+    }
+  }
+  for (int t = 0; t < TILES; ++t)
+    for (int r = 0; r < ROWS; ++r) store(sums + r * kSumStride + t * kTileRows, sum[t][r]);
+}
+
+template <int TILES, int SPANS, bool MIN>
+void multiply_rows(const Panel& panel, int blocks, int32_t zero_code, const ActivationBlock* x, int64_t stride, int64_t rows, float* sums) {
+  int64_t r = 0;
+  for (; r + 4 <= rows; r += 4)
+    multiply<TILES, 4, SPANS, MIN>(panel, blocks, zero_code, x + r * stride, stride, sums + r * kSumStride);
+  for (; r + 2 <= rows; r += 2)
+    multiply<TILES, 2, SPANS, MIN>(panel, blocks, zero_code, x + r * stride, stride, sums + r * kSumStride);
+  if (r < rows) multiply<TILES, 1, SPANS, MIN>(panel, blocks, zero_code, x + r * stride, stride, sums + r * kSumStride);
+}
+
+}  // namespace
+
+void integer_row(const PackedWeight& weight, int64_t tile, const ActivationBlock* x, float* sums) {
+  visit_format(weight.format, [&](auto type) {
+    store(sums, row_product<decltype(type)>(weight.tile(tile), x, weight.k));
+  });
+}
+
+void integer_panel(const PackedWeight& weight, int64_t tile, int tiles, const ActivationBlock* x, int64_t rows, float* sums) {
+  const int64_t blocks = weight.k / kActivationBlock;
+  for (int64_t i = 0; i < rows * kSumStride; i += kLanes) store(sums + i, zero());
+  visit_format(weight.format, [&](auto type) {
+    using T = decltype(type);
+    Panel panel;
+    for (int64_t first = 0; first < blocks; first += kChunkBlocks) {
+      const int count = static_cast<int>(blocks - first < kChunkBlocks ? blocks - first : kChunkBlocks);
+      for (int t = 0; t < tiles; ++t)
+        unpack<T>(weight.tile(tile + t) + first * 32 / T::kUnit * kUnitBytes<T>, count, t, panel);
+      if (tiles == 2)
+        multiply_rows<2, kSpans<T>, T::kMin>(panel, count, T::kZero, x + first, blocks, rows, sums);
+      else
+        multiply_rows<1, kSpans<T>, T::kMin>(panel, count, T::kZero, x + first, blocks, rows, sums);
+    }
+  });
+}
+
+}  // namespace edgellm
