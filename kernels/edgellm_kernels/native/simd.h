@@ -63,6 +63,19 @@ inline I32 load_i8(const int8_t* p) {  // eight bytes, sign extended
   return {_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))};
 }
 
+// The same 32 bits read as the other type.
+inline F32 from_bits(I32 a) { return {_mm256_castsi256_ps(a.v)}; }
+inline I32 bits_of(F32 a) { return {_mm256_castps_si256(a.v)}; }
+// Lane by lane: a < b ? x : y.
+inline F32 select_less(F32 a, F32 b, F32 x, F32 y) {
+  return {_mm256_blendv_ps(y.v, x.v, _mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ))};
+}
+// p[0..3] = the sums of the lanes of a, b, c and d: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)).
+inline void store_sums(float* p, F32 a, F32 b, F32 c, F32 d) {
+  __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps(a.v, b.v), _mm256_hadd_ps(c.v, d.v));
+  _mm_storeu_ps(p, _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1)));
+}
+
 inline I16 as_i16(I32 a) { return {a.v}; }
 inline I32 as_i32(I16 a) { return {a.v}; }
 inline I16 load_i16(const int16_t* p) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))}; }
@@ -80,6 +93,10 @@ inline I16 splat_pair(const int16_t* p) {
 inline I32 dot_pairs(I32 acc, I16 a, I16 b) {
   return {_mm256_add_epi32(acc.v, _mm256_madd_epi16(a.v, b.v))};
 }
+
+// Computes the value here: without it the compiler moves all loads of a loop body to its head and spills sums.
+inline void pin(I32& a) { asm volatile("" : "+x"(a.v)); }
+inline void pin(F32& a) { asm volatile("" : "+x"(a.v)); }
 
 #else  // portable
 
@@ -174,6 +191,17 @@ inline I32 shift_right(I32 a, int n) { return {reinterpret_cast<VI>(reinterpret_
 inline I32 shift_right_signed(I32 a, int n) { return {a.v >> n}; }
 inline I32 load_i8(const int8_t* p) { return {__builtin_convertvector(load_as<VB8>(p), VI)}; }
 
+inline F32 from_bits(I32 a) { return {reinterpret_cast<VF>(a.v)}; }
+inline I32 bits_of(F32 a) { return {reinterpret_cast<VI>(a.v)}; }
+inline F32 select_less(F32 a, F32 b, F32 x, F32 y) { return {a.v < b.v ? x.v : y.v}; }
+inline void store_sums(float* p, F32 a, F32 b, F32 c, F32 d) {
+  const F32 rows[4] = {a, b, c, d};
+  for (int i = 0; i < 4; ++i) {
+    const VF v = rows[i].v;
+    p[i] = ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+  }
+}
+
 inline I16 as_i16(I32 a) { return {reinterpret_cast<VS>(a.v)}; }
 inline I32 as_i32(I16 a) { return {reinterpret_cast<VI>(a.v)}; }
 inline I16 load_i16(const int16_t* p) { return {load_as<VS>(p)}; }
@@ -199,6 +227,9 @@ inline I32 dot_pairs(I32 acc, I16 a, I16 b) {
   return {acc.v + ((x << 16) >> 16) * ((y << 16) >> 16) + (x >> 16) * (y >> 16)};
 #endif
 }
+
+inline void pin(I32&) {}
+inline void pin(F32&) {}
 
 #endif
 

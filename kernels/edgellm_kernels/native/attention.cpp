@@ -1,0 +1,459 @@
+#include "attention.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "simd.h"
+#include "vector_math.h"
+
+namespace edgellm {
+namespace {
+
+using namespace simd;
+
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+// Rows (queries times heads of a group) that share one decoded tile of keys.
+constexpr int64_t kMaxRows = 64;
+
+int64_t padded(int64_t dim) { return (dim + 15) / 16 * 16; }
+
+// Queries of one sequence with one KV head, over tiles first_tile .. last_tile - 1.
+struct Work {
+  int64_t sequence, first_row, queries, kv_head, first_tile, last_tile;
+  float* parts;  // null: results go to the output; else a Part per tile, merged later
+};
+
+// Tiles that several tasks computed, to be merged by one.
+struct Split {
+  Work whole;
+  float* parts;
+};
+
+// What a thread needs while it attends. Grown once, kept.
+struct Scratch {
+  std::vector<float> q, keys, values, scores, weighted, peaks, totals, tile_peaks, tile_totals, old_share, new_share;
+  std::vector<int64_t> slots;
+  std::vector<float> zeros;
+
+  void fit(int64_t rows, int64_t k_dim, int64_t v_dim) {
+    const auto grow = [](auto& buffer, int64_t size) {
+      if (static_cast<int64_t>(buffer.size()) < size) buffer.resize(static_cast<size_t>(size));
+    };
+    const int64_t whole = (rows + kLanes - 1) / kLanes * kLanes;
+    grow(q, rows * k_dim);
+    grow(keys, kTileKeys * k_dim);
+    grow(values, kTileKeys * v_dim);
+    grow(scores, rows * kTileKeys);
+    grow(weighted, rows * v_dim);
+    for (auto* row : {&peaks, &totals, &tile_peaks, &tile_totals, &old_share, &new_share}) grow(*row, whole);
+    grow(slots, kTileKeys);
+    if (static_cast<int64_t>(zeros.size()) < k_dim) zeros.assign(static_cast<size_t>(k_dim), 0.0f);
+  }
+};
+
+Scratch& scratch() {
+  thread_local Scratch buffers;
+  return buffers;
+}
+
+// scores[m][column .. column + 3] of kRows rows; k: four keys.
+template <int kRows>
+void dot_block(const float* q, int64_t dim, const float* const* k, float* scores) {
+  F32 sums[kRows][4];
+  for (int m = 0; m < kRows; ++m) {
+    for (int c = 0; c < 4; ++c) sums[m][c] = zero();
+  }
+  for (int64_t d = 0; d < dim; d += kLanes) {
+    const F32 key[4] = {load(k[0] + d), load(k[1] + d), load(k[2] + d), load(k[3] + d)};
+    for (int m = 0; m < kRows; ++m) {
+      const F32 query = load(q + m * dim + d);
+      for (int c = 0; c < 4; ++c) sums[m][c] = fma(query, key[c], sums[m][c]);
+    }
+  }
+  for (int m = 0; m < kRows; ++m) store_sums(scores + m * kTileKeys, sums[m][0], sums[m][1], sums[m][2], sums[m][3]);
+}
+
+// sums over columns first .. last - 1 of weights[m][column] * values[column][0 .. 15], key by key; then
+// out = old_share * out + new_share * sums.
+template <int kRows>
+void weigh_block(
+    const float* weights, const float* values, int64_t v_dim, int64_t first, int64_t last, const float* old_share,
+    const float* new_share, float* out) {
+  F32 low[kRows], high[kRows];
+  for (int m = 0; m < kRows; ++m) low[m] = high[m] = zero();
+  for (int64_t c = first; c < last; ++c) {
+    const F32 v0 = load(values + c * v_dim), v1 = load(values + c * v_dim + kLanes);
+    for (int m = 0; m < kRows; ++m) {
+      const F32 w = splat(weights[m * kTileKeys + c]);
+      low[m] = fma(w, v0, low[m]);
+      high[m] = fma(w, v1, high[m]);
+    }
+  }
+  for (int m = 0; m < kRows; ++m) {
+    const F32 a = splat(old_share[m]), b = splat(new_share[m]);
+    float* row = out + m * v_dim;
+    store(row, fma(low[m], b, load(row) * a));
+    store(row + kLanes, fma(high[m], b, load(row + kLanes) * a));
+  }
+}
+
+void dot_rows(const float* q, int64_t rows, int64_t dim, const float* const* k, float* scores) {
+  int64_t m = 0;
+  for (; m + 3 <= rows; m += 3) dot_block<3>(q + m * dim, dim, k, scores + m * kTileKeys);
+  if (rows - m == 2) dot_block<2>(q + m * dim, dim, k, scores + m * kTileKeys);
+  if (rows - m == 1) dot_block<1>(q + m * dim, dim, k, scores + m * kTileKeys);
+}
+
+void weigh_rows(
+    Scratch& s, int64_t rows, int64_t v_dim, int64_t first, int64_t last) {
+  constexpr int kBlock = 6;
+  for (int64_t m = 0; m < rows;) {
+    const int64_t count = std::min<int64_t>(kBlock, rows - m);
+    for (int64_t d = 0; d < v_dim; d += 2 * kLanes) {
+      const float* w = s.scores.data() + m * kTileKeys;
+      const float *v = s.values.data() + d, *a = s.old_share.data() + m, *b = s.new_share.data() + m;
+      float* out = s.weighted.data() + m * v_dim + d;
+      switch (count) {
+        case 6: weigh_block<6>(w, v, v_dim, first, last, a, b, out); break;
+        case 5: weigh_block<5>(w, v, v_dim, first, last, a, b, out); break;
+        case 4: weigh_block<4>(w, v, v_dim, first, last, a, b, out); break;
+        case 3: weigh_block<3>(w, v, v_dim, first, last, a, b, out); break;
+        case 2: weigh_block<2>(w, v, v_dim, first, last, a, b, out); break;
+        default: weigh_block<1>(w, v, v_dim, first, last, a, b, out); break;
+      }
+    }
+    m += count;
+  }
+}
+
+// Slots of columns first .. last - 1 of a tile, -1 where no key lies. Returns how many there are.
+int64_t find_slots(
+    const AttentionCall& call, int64_t sequence, int64_t tile, int64_t first, int64_t last, int64_t* slots) {
+  const GroupTables& t = call.tables;
+  const int64_t block_size = call.pages.block_size, begin = tile * kTileKeys;
+  const int32_t* blocks = t.block_table + sequence * t.max_blocks;
+  const int32_t* starts = t.block_positions + sequence * t.max_blocks;
+  const int64_t key_length = t.key_lengths[sequence];
+  std::fill(slots + first, slots + last, int64_t{-1});
+  // Live blocks come first, in order of position.
+  const int64_t live = std::partition_point(blocks, blocks + t.max_blocks, [](int32_t b) { return b >= 0; }) - blocks;
+  const int64_t oldest = begin + first - block_size + 1;
+  int64_t found = 0;
+  for (int64_t i = std::lower_bound(starts, starts + live, oldest) - starts; i < live; ++i) {
+    const int64_t start = starts[i];
+    if (start >= begin + last) break;
+    const int64_t from = std::max(start, begin + first);
+    const int64_t to = std::min({start + block_size, begin + last, key_length});
+    for (int64_t p = from; p < to; ++p) {
+      slots[p - begin] = blocks[i] * block_size + (p - start);
+      ++found;
+    }
+  }
+  return found;
+}
+
+// Decodes a row into a padded one.
+void take_row(const KVSide& side, int64_t row, float* out, int64_t width) {
+  decode_row(side, row, out);
+  std::fill(out + side.dim, out + width, 0.0f);
+}
+
+// What queries of one sequence see of a tile.
+struct Seen {
+  int64_t first, last;  // columns that any of them may see
+};
+
+Seen seen_columns(const AttentionCall& call, const Work& work, int64_t tile) {
+  const int64_t begin = tile * kTileKeys;
+  int64_t lowest = call.rows.positions[work.first_row], highest = lowest;
+  for (int64_t r = 1; r < work.queries; ++r) {
+    lowest = std::min(lowest, call.rows.positions[work.first_row + r]);
+    highest = std::max(highest, call.rows.positions[work.first_row + r]);
+  }
+  const int64_t oldest = call.window > 0 ? lowest - call.window + 1 : 0;
+  return {std::max<int64_t>(0, oldest - begin), std::min(kTileKeys, highest + 1 - begin)};
+}
+
+class Attender {
+ public:
+  Attender(const AttentionCall& call, const Work& work)
+      : call_(call),
+        work_(work),
+        group_(call.heads / call.pages.kv_heads),
+        rows_(work.queries * group_),
+        k_dim_(padded(call.pages.k_dim)),
+        v_dim_(padded(call.pages.v_dim)),
+        s_(scratch()) {
+    s_.fit(rows_, k_dim_, v_dim_);
+  }
+
+  void run() {
+    load_queries();
+    if (work_.parts == nullptr) clear();
+    for (int64_t tile = work_.first_tile; tile < work_.last_tile; ++tile) {
+      float* part = work_.parts == nullptr ? nullptr : work_.parts + (tile - work_.first_tile) * part_size();
+      if (part != nullptr) std::fill(part, part + 2 * rows_, kMinusInfinity);  // peak -inf: nothing seen
+      if (!weigh_keys(tile)) continue;
+      if (part == nullptr) {
+        merge_shares(s_.tile_peaks.data(), s_.tile_totals.data());
+        weigh_rows(s_, rows_, v_dim_, columns_.first, columns_.last);
+      } else {
+        std::memcpy(part, s_.tile_peaks.data(), static_cast<size_t>(rows_) * 4);
+        std::memcpy(part + rows_, s_.tile_totals.data(), static_cast<size_t>(rows_) * 4);
+        // The sums themselves: 0 * out would keep a NaN of an earlier use.
+        std::fill(s_.weighted.begin(), s_.weighted.begin() + rows_ * v_dim_, 0.0f);
+        std::fill(s_.old_share.begin(), s_.old_share.end(), 0.0f);
+        std::fill(s_.new_share.begin(), s_.new_share.end(), 1.0f);
+        weigh_rows(s_, rows_, v_dim_, columns_.first, columns_.last);
+        std::memcpy(part + 2 * rows_, s_.weighted.data(), static_cast<size_t>(rows_ * v_dim_) * 4);
+      }
+    }
+    if (work_.parts == nullptr) write();
+  }
+
+  // Merges the parts of all tiles, oldest first, and writes the result.
+  void merge(const float* parts) {
+    clear();
+    for (int64_t tile = work_.first_tile; tile < work_.last_tile; ++tile, parts += part_size()) {
+      merge_shares(parts, parts + rows_);
+      for (int64_t m = 0; m < rows_; ++m) {
+        if (s_.new_share[m] == 0.0f && s_.old_share[m] == 1.0f) continue;  // nothing seen
+        const F32 a = splat(s_.old_share[m]), b = splat(s_.new_share[m]);
+        const float* sums = parts + 2 * rows_ + m * v_dim_;
+        float* row = s_.weighted.data() + m * v_dim_;
+        for (int64_t d = 0; d < v_dim_; d += kLanes) store(row + d, fma(load(sums + d), b, load(row + d) * a));
+      }
+    }
+    write();
+  }
+
+  int64_t part_size() const { return rows_ * (v_dim_ + 2); }
+
+ private:
+  void load_queries() {
+    const int64_t dim = call_.pages.k_dim;
+    for (int64_t m = 0; m < rows_; ++m) {
+      const int64_t row = work_.first_row + m / group_, head = work_.kv_head * group_ + m % group_;
+      const float* from = call_.q + (row * call_.heads + head) * dim;
+      float* to = s_.q.data() + m * k_dim_;
+      for (int64_t d = 0; d < dim; ++d) to[d] = from[d] * call_.scale;
+      std::fill(to + dim, to + k_dim_, 0.0f);
+    }
+  }
+
+  void clear() {
+    std::fill(s_.weighted.begin(), s_.weighted.begin() + rows_ * v_dim_, 0.0f);
+    std::fill(s_.totals.begin(), s_.totals.end(), 0.0f);
+    std::fill(s_.peaks.begin(), s_.peaks.end(), kMinusInfinity);
+  }
+
+  // Scores and weights of a tile's keys, the values made ready. False where no query sees a key.
+  bool weigh_keys(int64_t tile) {
+    const Seen seen = seen_columns(call_, work_, tile);
+    if (seen.last <= seen.first) return false;
+    columns_ = {seen.first / kLanes * kLanes, (seen.last + kLanes - 1) / kLanes * kLanes};
+    int64_t* slots = s_.slots.data();
+    const int64_t found = find_slots(call_, work_.sequence, tile, columns_.first, columns_.last, slots);
+    if (found == 0) return false;
+    const bool holes = found < columns_.last - columns_.first;
+    score(slots);
+    load_values(slots);
+    bool any = false;
+    for (int64_t m = 0; m < rows_; ++m) {
+      if (soften(m, tile, holes, slots)) any = true;
+    }
+    return any;
+  }
+
+  void score(const int64_t* slots) {
+    const KVSide side = key_side(call_.pages);
+    // Keys lie far apart in the pages: unless few rows read them, or in another form, they are read in place.
+    const bool in_place = side.type == kKVF32 && side.dim == k_dim_ && rows_ <= 8;
+    for (int64_t c = columns_.first; c < columns_.last; c += 4) {
+      const float* keys[4];
+      for (int64_t i = 0; i < 4; ++i) {
+        const int64_t slot = slots[c + i];
+        if (slot < 0) {
+          keys[i] = s_.zeros.data();
+        } else if (in_place) {
+          keys[i] = static_cast<const float*>(side.data) + side.row(slot, work_.kv_head) * side.dim;
+        } else {
+          float* row = s_.keys.data() + (c + i) * k_dim_;
+          take_row(side, side.row(slot, work_.kv_head), row, k_dim_);
+          keys[i] = row;
+        }
+      }
+      dot_rows(s_.q.data(), rows_, k_dim_, keys, s_.scores.data() + c);
+    }
+  }
+
+  void load_values(const int64_t* slots) {
+    const KVSide side = value_side(call_.pages);
+    for (int64_t c = columns_.first; c < columns_.last; ++c) {
+      float* row = s_.values.data() + c * v_dim_;
+      if (slots[c] < 0) {
+        std::fill(row, row + v_dim_, 0.0f);
+      } else {
+        take_row(side, side.row(slots[c], work_.kv_head), row, v_dim_);
+      }
+    }
+  }
+
+  // The weights of row m: scores become e^(score - peak), with their sum. False where the row sees no key.
+  bool soften(int64_t m, int64_t tile, bool holes, const int64_t* slots) {
+    float* scores = s_.scores.data() + m * kTileKeys;
+    const int64_t position = call_.rows.positions[work_.first_row + m / group_] - tile * kTileKeys;
+    const int64_t newest = std::min(columns_.last, position + 1);
+    const int64_t oldest = call_.window > 0 ? std::max(columns_.first, position - call_.window + 1) : columns_.first;
+    if (call_.softcap > 0.0f) {
+      for (int64_t c = columns_.first; c < columns_.last; c += kLanes) {
+        store(scores + c, soft_cap(load(scores + c), call_.softcap));
+      }
+    }
+    bool sees = newest > oldest;
+    if (sees && holes) {
+      sees = false;
+      for (int64_t c = oldest; c < newest; ++c) {
+        if (slots[c] < 0) scores[c] = kMinusInfinity;
+        else sees = true;
+      }
+    }
+    if (!sees) {
+      std::fill(scores + columns_.first, scores + columns_.last, 0.0f);
+      s_.tile_peaks[m] = kMinusInfinity;
+      s_.tile_totals[m] = 0.0f;
+      return false;
+    }
+    for (int64_t c = columns_.first; c < oldest; ++c) scores[c] = kMinusInfinity;
+    for (int64_t c = newest; c < columns_.last; ++c) scores[c] = kMinusInfinity;
+    F32 peaks = splat(kMinusInfinity);
+    for (int64_t c = columns_.first; c < columns_.last; c += kLanes) peaks = max(peaks, load(scores + c));
+    float peak = max_lanes(peaks);
+    // Scores of -infinity alone weigh nothing, but -inf - -inf would be NaN. The row still counts as seen.
+    if (!(peak > kMinusInfinity)) peak = std::numeric_limits<float>::lowest();
+    F32 sums = zero();
+    for (int64_t c = columns_.first; c < columns_.last; c += kLanes) {
+      const F32 weights = exp(load(scores + c) - splat(peak));
+      store(scores + c, weights);
+      sums = sums + weights;
+    }
+    s_.tile_peaks[m] = peak;
+    s_.tile_totals[m] = sum_lanes(sums);
+    return true;
+  }
+
+  // With which factors the sums so far and those of a tile join; a tile of which nothing is seen changes nothing.
+  void merge_shares(const float* tile_peaks, const float* tile_totals) {
+    for (int64_t m = 0; m < rows_; m += kLanes) {
+      const int64_t count = std::min<int64_t>(kLanes, rows_ - m);
+      float before[kLanes], tile[kLanes], joint[kLanes], first[kLanes], second[kLanes];
+      for (int64_t i = 0; i < kLanes; ++i) {
+        before[i] = i < count ? s_.peaks[m + i] : 0.0f;
+        tile[i] = i < count ? tile_peaks[i + m] : 0.0f;
+        joint[i] = tile[i] > before[i] ? tile[i] : before[i];
+        if (joint[i] == kMinusInfinity) joint[i] = 0.0f;
+      }
+      store(first, exp(load(before) - load(joint)));
+      store(second, exp(load(tile) - load(joint)));
+      for (int64_t i = 0; i < count; ++i) {
+        const bool seen = tile[i] != kMinusInfinity;
+        s_.old_share[m + i] = seen ? first[i] : 1.0f;
+        s_.new_share[m + i] = seen ? second[i] : 0.0f;
+        if (!seen) continue;
+        s_.peaks[m + i] = joint[i];
+        s_.totals[m + i] = fma_one(tile_totals[m + i], second[i], s_.totals[m + i] * first[i]);
+      }
+    }
+  }
+
+  void write() {
+    const int64_t dim = call_.pages.v_dim;
+    for (int64_t m = 0; m < rows_; ++m) {
+      const int64_t row = work_.first_row + m / group_, head = work_.kv_head * group_ + m % group_;
+      const float* from = s_.weighted.data() + m * v_dim_;
+      float* to = call_.out + (row * call_.heads + head) * dim;
+      const float total = s_.totals[m] == 0.0f ? 1.0f : s_.totals[m];
+      for (int64_t d = 0; d < dim; ++d) to[d] = from[d] / total;
+    }
+  }
+
+  const AttentionCall& call_;
+  const Work& work_;
+  const int64_t group_, rows_, k_dim_, v_dim_;
+  Scratch& s_;
+  Seen columns_{0, 0};
+};
+
+std::vector<Work> plan(const AttentionCall& call) {
+  std::vector<Work> works;
+  const int64_t group = call.heads / call.pages.kv_heads;
+  const int64_t queries = std::max<int64_t>(1, kMaxRows / group);
+  for (int64_t s = 0; s < call.rows.sequences; ++s) {
+    const int64_t end = call.rows.query_starts[s + 1];
+    for (int64_t row = call.rows.query_starts[s]; row < end; row += queries) {
+      const int64_t count = std::min(queries, end - row);
+      int64_t lowest = call.rows.positions[row], highest = lowest;
+      for (int64_t r = row; r < row + count; ++r) {
+        lowest = std::min(lowest, call.rows.positions[r]);
+        highest = std::max(highest, call.rows.positions[r]);
+      }
+      const int64_t oldest = call.window > 0 ? std::max<int64_t>(0, lowest - call.window + 1) : 0;
+      const int64_t newest = std::min<int64_t>(highest, call.tables.key_lengths[s] - 1);
+      const int64_t last_tile = newest < 0 ? 0 : newest / kTileKeys + 1;
+      const int64_t first_tile = std::min(oldest / kTileKeys, last_tile);
+      for (int64_t h = 0; h < call.pages.kv_heads; ++h) {
+        works.push_back({s, row, count, h, first_tile, last_tile, nullptr});
+      }
+    }
+  }
+  return works;
+}
+
+}  // namespace
+
+void paged_attention(Pool& pool, const AttentionCall& call) {
+  const int64_t behind = call.rows.query_starts[call.rows.sequences], width = call.heads * call.pages.v_dim;
+  std::fill(call.out, call.out + call.rows.query_starts[0] * width, 0.0f);
+  std::fill(call.out + behind * width, call.out + call.rows.tokens * width, 0.0f);
+  std::vector<Work> works = plan(call);
+  const int64_t wanted = 4 * pool.threads();
+  std::vector<Split> splits;
+  static thread_local std::vector<float> parts;
+  if (pool.threads() > 1 && static_cast<int64_t>(works.size()) < wanted) {
+    // Too few tasks to keep the threads busy: the tiles of one are dealt out too.
+    int64_t size = 0, tiles = 0;
+    for (const Work& work : works) {
+      size += Attender(call, work).part_size() * (work.last_tile - work.first_tile);
+      tiles += work.last_tile - work.first_tile;
+    }
+    if (static_cast<int64_t>(parts.size()) < size) parts.resize(static_cast<size_t>(size));
+    const int64_t step = std::max<int64_t>(1, tiles / wanted);
+    std::vector<Work> pieces;
+    float* next = parts.data();
+    for (const Work& work : works) {
+      if (work.last_tile - work.first_tile <= step) {
+        pieces.push_back(work);
+        continue;
+      }
+      const int64_t part_size = Attender(call, work).part_size();
+      splits.push_back({work, next});
+      for (int64_t tile = work.first_tile; tile < work.last_tile; tile += step) {
+        Work piece = work;
+        piece.first_tile = tile;
+        piece.last_tile = std::min(tile + step, work.last_tile);
+        piece.parts = next;
+        next += part_size * (piece.last_tile - tile);
+        pieces.push_back(piece);
+      }
+    }
+    works = std::move(pieces);
+  }
+  pool.parallel_for(static_cast<int64_t>(works.size()), [&](int64_t i) { Attender(call, works[i]).run(); });
+  pool.parallel_for(static_cast<int64_t>(splits.size()), [&](int64_t i) {
+    Attender(call, splits[i].whole).merge(splits[i].parts);
+  });
+}
+
+}  // namespace edgellm
