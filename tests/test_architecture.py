@@ -66,6 +66,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
             "edgellm_kernels.weights",
             "edgellm_kernels.ggml_blocks",
             "edgellm_kernels.ggml_types",
+            "edgellm_kernels.int_groups",
         },
         {"torch", "numpy", "gguf", "safetensors"},
     ),
@@ -170,6 +171,12 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         },
         {"torch"},
     ),
+    # No torch when imported: only functions that measure load it.
+    "edgellm.bench": (
+        {"edgellm.contracts", "edgellm.engine", "edgellm_models.errors"},
+        {"torch", "numpy", "xllamacpp"},
+    ),
+    "edgellm.bench.natural_text": ({"edgellm_models.errors"}, set()),
     "edgellm.evaluate": (
         {
             "edgellm.contracts",

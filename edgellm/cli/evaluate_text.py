@@ -62,7 +62,7 @@ def command(
     **settings: Any,
 ) -> None:
     """Score a text: the perplexity of the second half of each window of --ctx tokens (512), as
-    llama-perplexity has it.
+    llama-perplexity has it. Special tokens that the text spells out count as such.
 
     With --reference also the KL divergence of MODEL from MODEL2 and how often both have the same best token.
     The reference runs on the torch kernels with exact activations and an f32 KV cache, whatever MODEL runs
@@ -197,7 +197,7 @@ def run_evaluation(
         chunk = job.chunk or max(1, min((settings.ctx or DEFAULT_CTX) // 2, MAX_CHUNK))
         runtime = load_runtime(settings, job.path, job.name, tell, prefill_chunk=chunk, kv=job.kv)
         stack.callback(runtime.close)
-        ids = runtime.tokenizer.encode(job.text, parse_special=False)
+        ids = runtime.tokenizer.encode(job.text)
         bos = runtime.tokenizer.bos_id if runtime.tokenizer.add_bos else None
         plan = plan_windows(ids, runtime.info.context_length, bos, job.windows)
         if plan.unscored_tail and job.windows is None:
@@ -284,7 +284,7 @@ def _reference(
     stack.callback(other.close)
     check_same_vocabulary(
         (runtime.vocab_size, list(plan.token_ids)),
-        (other.vocab_size, other.tokenizer.encode(job.text, parse_special=False)),
+        (other.vocab_size, other.tokenizer.encode(job.text)),
         (job.name, job.reference.name),
     )
     writer, notice = cache.writer(key)
