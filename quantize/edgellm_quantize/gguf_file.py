@@ -38,9 +38,16 @@ class PlannedTensor:
     """Yields contiguous arrays that together are the tensor's bytes, so that no tensor is held whole."""
 
 
-def write_gguf_file(out: Path, metadata: MetadataTable, tensors: Sequence[PlannedTensor]) -> int:
+Check = Callable[[Path, Sequence[PlannedTensor], Sequence[int]], None]
+"""Raises OutputError if the partial file is not what was meant: path, tensors, their CRC-32s."""
+
+
+def write_gguf_file(
+    out: Path, metadata: MetadataTable, tensors: Sequence[PlannedTensor], *, check: Check | None = None
+) -> int:
     """Write ``out`` and return its size in bytes. ``metadata`` must name general.architecture.
 
+    ``check`` looks at the file before it gets its name; without one it is opened as a model and compared.
     OutputError for a missing folder, a full disk and everything else that keeps the file from being written;
     then, and when interrupted, nothing is left behind and an older file of that name is untouched.
     """
@@ -48,7 +55,7 @@ def write_gguf_file(out: Path, metadata: MetadataTable, tensors: Sequence[Planne
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
         checksums = _write(partial, metadata, tensors)
-        _read_back(partial, tensors, checksums)
+        (check or read_back)(partial, tensors, checksums)
         size = partial.stat().st_size
         os.replace(partial, out)
     except OSError as error:
@@ -135,7 +142,7 @@ def _pad(stream: IO[bytes]) -> None:
     stream.write(bytes(-stream.tell() % ALIGNMENT))
 
 
-def _read_back(partial: Path, tensors: Sequence[PlannedTensor], checksums: Sequence[int]) -> None:
+def read_back(partial: Path, tensors: Sequence[PlannedTensor], checksums: Sequence[int]) -> None:
     """Open the file as a user's program will and compare every tensor with what was meant to be written."""
     from edgellm_models.checkpoint import open_checkpoint
 
