@@ -49,7 +49,7 @@ def int_weight(
         low, high = int(group_index.min()), int(group_index.max())
         if low < 0 or high >= groups:
             raise ValueError(f"the group index names groups {low} to {high}, there are {groups}")
-        if torch.equal(group_index, torch.arange(columns) // group_size):
+        if torch.equal(group_index.long(), torch.arange(columns) // group_size):
             group_index = None
     if group_index is None and -(-columns // group_size) != groups:
         raise ValueError(f"{columns} columns in groups of {group_size} with {groups} scales a row")

@@ -443,9 +443,6 @@ def test_f8_without_a_fitting_scale_is_refused(tmp_path: Path) -> None:
         ({"quant_method": "aqlm"}, "AQLM"),
         ({"quant_method": "exl3"}, "EXL3"),
         ({"quant_method": "exl2"}, "EXL2"),
-        ({"quant_method": "gptq", "bits": 4}, "GPTQ"),
-        ({"quant_method": "awq", "bits": 4}, "AWQ"),
-        ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
         ({"quant_method": "mxfp4"}, "MXFP4"),
         ({"quant_method": "torchao"}, "torchao"),
         ({"quant_method": "brand-new"}, "brand-new"),
@@ -469,15 +466,15 @@ def test_quantized_folders_are_refused_by_method(
 @pytest.mark.parametrize(
     ("file_name", "content", "words"),
     [
-        ("quantize_config.json", {"bits": 4, "group_size": 128}, "GPTQ"),
-        ("quant_config.json", {"w_bit": 4, "version": "GEMM"}, "AWQ"),
+        ("quantize_config.json", {"bits": 4, "group_size": 128}, "said to be gptq, but no"),
+        ("quant_config.json", {"w_bit": 4, "version": "GEMM"}, "said to be awq, but no"),
         ("hf_quant_config.json", {"producer": {"name": "modelopt"}, "quantization": {}}, "NVIDIA ModelOpt"),
     ],
 )
 def test_a_side_file_alone_gives_the_method(tmp_path: Path, file_name: str, content: Any, words: str) -> None:
     folder = tiny(tmp_path)
     edit_json(folder / file_name, **content)
-    refused(folder, words, "what is read")
+    refused(folder, words)
 
 
 def test_mlx_folders_are_refused(tmp_path: Path) -> None:

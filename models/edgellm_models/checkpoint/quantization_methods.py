@@ -1,5 +1,4 @@
-"""Which quantization methods of Hugging Face folders are known, and the refusal of those that are not
-read."""
+"""Which quantization methods of Hugging Face folders are known, how they are packed, and what is refused."""
 
 from __future__ import annotations
 
@@ -8,11 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from edgellm_models.checkpoint.json_files import read_json_object
+from edgellm_models.checkpoint.packed_linears import (
+    PackedFormat,
+    awq_format,
+    compressed_format,
+    gptq_format,
+)
 from edgellm_models.errors import BadInputError
 
-READ_METHODS: frozenset[str] = frozenset()
-"""quant_method values that have a reader. A reader joins by adding its name here and a branch in
-open_folder."""
+READ_METHODS = frozenset({"gptq", "awq", "compressed-tensors"})
+"""quant_method values that have a reader."""
 
 _LABELS: dict[str, str] = {
     "aqlm": "AQLM",
@@ -49,36 +53,62 @@ _SIDE_FILES: dict[str, str] = {
 """Files that say so where config.json does not, and the method when the file itself names none."""
 
 _ADVICE = (
-    "what is read: dense safetensors in F32, F16 or BF16 and GGUF files; fetch the original or a GGUF of "
-    "this model, "
+    "what is read: dense safetensors in F32, F16 or BF16, GPTQ, AWQ and compressed-tensors folders, and GGUF "
+    "files; fetch the original or a GGUF of this model, "
     "or convert it with transformers: AutoModelForCausalLM.from_pretrained(FOLDER), then .dequantize() and "
     ".save_pretrained(OUT)"
 )
 
 
-def quantization_method(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The method that a folder names, such as ``gptq`` or ``bitsandbytes NF4``; None for a dense model."""
+def quantization_section(folder: Path, config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:
+    """What a folder says of its quantization: (method, the section that says it); None for a dense model.
+
+    The method is such as ``gptq`` or ``bitsandbytes NF4``.
+    """
     text = config.get("text_config")
     for part in (config, text if isinstance(text, Mapping) else {}):
         for key in ("quantization_config", "compression_config"):
             if part.get(key) is not None:
-                return _named(part[key], "unnamed")
+                return _named(part[key], "unnamed"), _mapping(part[key])
         if part.get("quantization") is not None:
-            return _named(part["quantization"], "mlx")
+            return _named(part["quantization"], "mlx"), _mapping(part["quantization"])
     for name, method in _SIDE_FILES.items():
         if (folder / name).is_file():
-            return _named(read_json_object(folder / name), method)
+            section = read_json_object(folder / name)
+            return _named(section, method), section
     return None
 
 
-def refuse_unread_method(folder: Path, config: Mapping[str, Any]) -> None:
-    """BadInputError names the method, before any weight is looked at."""
-    method = quantization_method(folder, config)
-    if method is None or method in READ_METHODS:
-        return
+def quantization_method(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """The method that a folder names; None for a dense model."""
+    found = quantization_section(folder, config)
+    return None if found is None else found[0]
+
+
+def packed_format(folder: Path, config: Mapping[str, Any]) -> PackedFormat | None:
+    """How the linears of a folder are packed; None for a dense model.
+
+    BadInputError names a method that is not read, and what of one that is read is not, before any weight is
+    looked at.
+    """
+    found = quantization_section(folder, config)
+    if found is None:
+        return None
+    method, section = found
+    if method not in READ_METHODS:
+        raise BadInputError(_refusal(folder, method))
+    parse = {"gptq": gptq_format, "awq": awq_format, "compressed-tensors": compressed_format}[method]
+    return parse(section, folder)
+
+
+def _mapping(section: object) -> Mapping[str, Any]:
+    return section if isinstance(section, Mapping) else {}
+
+
+def _refusal(folder: Path, method: str) -> str:
     label, _, variant = method.partition(" ")
     label = _LABELS.get(label, label)
-    raise BadInputError(
+    return (
         f"{folder}: this model is quantized with {label}{' ' + variant if variant else ''}, which is not "
         f"read here; {_ADVICE}"
     )

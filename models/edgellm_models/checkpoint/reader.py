@@ -12,7 +12,7 @@ from edgellm_models.errors import Notice
 if TYPE_CHECKING:  # a header can be read, and `show` answered, without loading torch
     import torch
 
-    from edgellm_kernels.weights import BlockQuantWeight, DenseWeight
+    from edgellm_kernels.weights import LinearPart
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     """Outermost dimension first: [N, K] for a linear."""
     type_name: str
-    """F32, F16, BF16, F8_E4M3, Q4_K ..."""
+    """F32, F16, BF16, F8_E4M3, Q4_K, INT4 (an integer grid: GPTQ, AWQ) ..."""
     nbytes: int
 
 
@@ -51,7 +51,7 @@ class Checkpoint(Protocol):
 
     def has(self, name: str) -> bool: ...
 
-    def weight(self, name: str) -> DenseWeight | BlockQuantWeight:
+    def weight(self, name: str) -> LinearPart:
         """A 2-D weight in the form of the file, without bias. BadInputError names a missing tensor."""
         ...
 

@@ -1,4 +1,4 @@
-"""A Hugging Face folder with dense safetensors weights as a Checkpoint."""
+"""A Hugging Face folder with safetensors weights, dense or on integer grids, as a Checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from edgellm_models.architectures import hf_architecture
 from edgellm_models.checkpoint.f8_weights import F8_DTYPES, SCALE_SUFFIXES, dequantize_f8, scale_block
 from edgellm_models.checkpoint.json_files import read_json_object
 from edgellm_models.checkpoint.mapped_file import MappedFile
-from edgellm_models.checkpoint.quantization_methods import refuse_unread_method
+from edgellm_models.checkpoint.packed_linears import PackedFormat, PackedLinear, find_packed
+from edgellm_models.checkpoint.quantization_methods import packed_format
 from edgellm_models.checkpoint.reader import TensorInfo
 from edgellm_models.checkpoint.safetensors_header import SafeTensor
 from edgellm_models.checkpoint.safetensors_shards import WeightFile, open_weight_files
@@ -29,7 +30,7 @@ from edgellm_models.metadata_values import metadata_int, shown
 if TYPE_CHECKING:
     import torch
 
-    from edgellm_kernels.weights import DenseWeight
+    from edgellm_kernels.weights import DenseWeight, Int4Weight, Int8Weight
 
 DENSE_DTYPES = ("F32", "F16", "BF16")
 _BUFFERS = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
@@ -47,7 +48,13 @@ class FolderCheckpoint:
 
     file_format = "safetensors"
 
-    def __init__(self, path: Path, config: Mapping[str, Any], files: tuple[WeightFile, ...]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        config: Mapping[str, Any],
+        files: tuple[WeightFile, ...],
+        form: PackedFormat | None = None,
+    ) -> None:
         self.path = path
         self.metadata = config
         self.architecture = hf_architecture(config, str(path / "config.json"))
@@ -55,12 +62,23 @@ class FolderCheckpoint:
         self._by_file_name = {
             name: _Located(file.mapped, tensor) for file in files for name, tensor in file.tensors.items()
         }
-        self._located = self._by_canonical_name()
+        packed = {} if form is None else self._find_packed(form)
+        self._packed: dict[str, PackedLinear] = {}
+        self._located = self._by_canonical_name(packed)
         self._infos = {
             name: TensorInfo(
                 name, found.tensor.name, found.tensor.shape, found.tensor.dtype, found.tensor.nbytes
             )
             for name, found in self._located.items()
+        } | {
+            name: TensorInfo(
+                name,
+                next(iter(linear.tensors.values())).name,
+                (linear.out_features, linear.in_features),
+                f"INT{linear.bits}",
+                linear.nbytes,
+            )
+            for name, linear in self._packed.items()
         }
         self._check_complete()
         f8 = self._check_dtypes()
@@ -71,12 +89,14 @@ class FolderCheckpoint:
         return self._infos
 
     def has(self, name: str) -> bool:
-        return name in self._located
+        return name in self._infos
 
-    def weight(self, name: str) -> DenseWeight:
-        """A 2-D weight [N, K]: a view of the file, or bf16 made from F8 and its scales."""
+    def weight(self, name: str) -> DenseWeight | Int4Weight | Int8Weight:
+        """A 2-D weight [N, K]: a view of the file, codes unpacked from it, or bf16 from F8 and its scales."""
         from edgellm_kernels.weights import DenseWeight
 
+        if name in self._packed:
+            return self._packed[name].weight(self._view_packed, str(self.path))
         found = self._find(name)
         if len(found.tensor.shape) != 2:
             raise BadInputError(
@@ -103,6 +123,7 @@ class FolderCheckpoint:
         """Forget the files; a mapping goes when the last tensor made from it does."""
         self._located = {}
         self._by_file_name = {}
+        self._packed = {}
 
     def _find(self, name: str) -> _Located:
         found = self._located.get(name)
@@ -130,15 +151,48 @@ class FolderCheckpoint:
             )
         return found.file.tensor(dtypes[tensor.dtype], tensor.shape, tensor.start)
 
-    def _by_canonical_name(self) -> dict[str, _Located]:
+    def _find_packed(self, form: PackedFormat) -> dict[str, PackedLinear]:
+        tensors = {name: found.tensor for name, found in self._by_file_name.items()}
+        return find_packed(form, tensors, self._read_sizes, str(self.path))
+
+    def _read_sizes(self, name: str) -> list[int]:
+        tensor = self._by_file_name[name].tensor
+        if len(tensor.shape) != 1 or not 0 < tensor.shape[0] <= 8:
+            raise BadInputError(f"{self.path}: tensor {name!r} has the shape {list(tensor.shape)}")
+        sizes: list[int] = self._view_packed(name).tolist()
+        return sizes
+
+    def _view_packed(self, name: str) -> torch.Tensor:
+        """A tensor of a quantized linear by its name in the file."""
+        import torch
+
+        dtypes = {"I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
+        found = self._by_file_name[name]
+        if found.tensor.dtype not in dtypes:
+            return self._view(found)
+        return found.file.tensor(dtypes[found.tensor.dtype], found.tensor.shape, found.tensor.start)
+
+    def _by_canonical_name(self, packed: Mapping[str, PackedLinear]) -> dict[str, _Located]:
+        """Dense tensors by name; fills ``_packed`` on the way."""
         located: dict[str, _Located] = {}
+        parts = {tensor.name for linear in packed.values() for tensor in linear.tensors.values()}
+        for stem, linear in packed.items():
+            weight = f"{stem}.weight"
+            key = (None if is_vision(weight) else canonical_name(self.architecture, weight)) or weight
+            if key == "token_embd.weight":
+                raise BadInputError(f"{self.path}: the embedding {stem!r} is quantized, which is not read")
+            if key in self._packed or (weight in self._by_file_name and weight not in parts):
+                raise BadInputError(f"{self.path}: the weight of {stem!r} is there twice")
+            self._packed[key] = linear
         for name, found in self._by_file_name.items():
+            if name in parts:
+                continue
             canonical = None if is_vision(name) else canonical_name(self.architecture, name)
             key = canonical or name
-            if key in located:
+            if key in located or key in self._packed:
+                other = located[key].tensor.name if key in located else self._packed[key].stem
                 raise BadInputError(
-                    f"{self.path}: the tensors {located[key].tensor.name!r} and {name!r} are the same weight "
-                    f"({key})"
+                    f"{self.path}: the tensors {other!r} and {name!r} are the same weight ({key})"
                 )
             located[key] = found
         return located
@@ -155,7 +209,7 @@ class FolderCheckpoint:
         """BadInputError names the first missing tensor; a huge num_hidden_layers costs nothing."""
         num_layers = self._num_layers()
         for name in required_tensors(self.architecture, num_layers):
-            if name not in self._located:
+            if name not in self._infos:
                 raise BadInputError(
                     f"{self.path}: the tensor {hf_name(self.architecture, name)!r} is missing from the "
                     f"weights ({self.architecture} with {num_layers:,} layers of "
@@ -213,7 +267,7 @@ class FolderCheckpoint:
         expected = (*_BUFFERS, *(".weight" + suffix for suffix in SCALE_SUFFIXES))
         extra = [
             name
-            for name in self._located
+            for name in self._infos
             if not is_canonical(self.architecture, name) and not name.endswith(expected)
         ]
         vision = [name for name in extra if is_vision(name)]
@@ -244,8 +298,8 @@ def open_folder(path: Path) -> FolderCheckpoint:
         raise BadInputError(_not_a_model_folder(path))
     config = read_json_object(config_path)
     hf_architecture(config, str(config_path))
-    refuse_unread_method(path, config)
-    return FolderCheckpoint(path, config, open_weight_files(path))
+    form = packed_format(path, config)
+    return FolderCheckpoint(path, config, open_weight_files(path), form)
 
 
 def _not_a_model_folder(path: Path) -> str:
