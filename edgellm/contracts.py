@@ -489,8 +489,8 @@ class PlannedSequence:
     ``id // 8``; ids beyond the bytes may not. Empty where nothing is forbidden."""
     prompt_logits: bool = False
     """The prompt's tokens behind these tokens are scored too, as ``SequenceStart.prompt_logprobs`` asks."""
-    score_blocks: tuple[int, ...] = ()
-    """Block indices, full after this step, that may be evicted some day: ``SequenceResult.block_scores``."""
+    score_blocks: tuple[tuple[int, ...], ...] = ()
+    """Per LayerGroup, ids of blocks that are full after this step and by whose scores others are evicted."""
 
 
 @dataclass(frozen=True)
@@ -567,7 +567,7 @@ class SequenceResult:
     """
     embedding: tuple[float, ...] | None = None
     block_scores: tuple[tuple[float, ...], ...] = ()
-    """Where there are ``score_blocks``: per LayerGroup, a score of each; nothing for groups with a window."""
+    """The scores of ``score_blocks``, in their order: the smaller, the sooner a block is evicted."""
     error: str | None = None
 
 

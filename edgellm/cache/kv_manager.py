@@ -79,12 +79,14 @@ class KVManager:
         *,
         salt: str = "",
         conversation_id: str | None = None,
+        most: int | None = None,
     ) -> int:
         """Starts a sequence with the cached part of its prompt; how many tokens that is.
 
-        Whole blocks, and at most one token less than the prompt has, as one must run to bring logits. The
-        blocks are in use from now on. Nothing is allocated, so this cannot fail for want of blocks. One that
-        is freed again before it grows is opened again at little cost, with the same tokens, until ``forget``.
+        Whole blocks, and at most one token less than the prompt has, as one must run to bring logits, and at
+        most ``most`` tokens: what comes behind depends on what the sequence evicts. The blocks are in use
+        from now on. Nothing is allocated, so this cannot fail for want of blocks. One that is freed again
+        before it grows is opened again at little cost, with the same tokens, until ``forget``.
         """
         if sequence_id in self.sequences:
             raise EngineError(f"sequence {sequence_id} is open already")
@@ -92,6 +94,8 @@ class KVManager:
         chain = []
         if self.enable_prefix_cache:
             limit = self._reuse_limit(token_ids)
+            if most is not None:
+                limit = min(limit, most // self.block_size)
             chain = self._searches.longest_hit(sequence_id, root, token_ids, limit)
         tables, skipped = [], []
         for group, layout in enumerate(self.groups):

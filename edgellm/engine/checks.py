@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from edgellm.cache.block_pool import BlockPool
+from edgellm.cache.eviction import WINDOW, EvictionPlan
 from edgellm.contracts import GenerationRequest, Task
 from edgellm_models.errors import BadInputError
 
@@ -41,5 +45,29 @@ def check_request(request: GenerationRequest, context_length: int, vocab_size: i
             raise BadInputError(f"{name} must be from 0 to {MAX_LOGPROBS}, not {asked}")
     if request.task is not Task.GENERATE:
         raise BadInputError("this engine does not serve requests with task yet; leave it out")
-    if request.kv_policy != "stop":
-        raise BadInputError(f"this engine does not serve kv_policy {request.kv_policy!r} yet; use 'stop'")
+    if request.kv_keep is not None and request.kv_keep < 1:
+        raise BadInputError(f"kv_keep must be 1 or more tokens, not {request.kv_keep}")
+
+
+def check_eviction(
+    plan: EvictionPlan, request: GenerationRequest, context_length: int, pools: Sequence[BlockPool]
+) -> None:
+    """Raises BadInputError where a policy has nothing to evict, or keeps more than the cache can hold."""
+    full = [pool for pool in pools if pool.window is None]
+    if not full:
+        raise BadInputError(
+            f"--kv-policy {plan.policy} has nothing to do: every layer of this model sees a window only and "
+            "frees KV by itself; use --kv-policy stop"
+        )
+    room = context_length - len(request.prompt_token_ids)
+    asked = request.sampling.max_new_tokens
+    longest = len(request.prompt_token_ids) + (room if asked is None else min(asked, room))
+    needed = min(plan.max_blocks, -(-longest // plan.block_size))
+    smallest = min(pool.num_blocks for pool in full)
+    if needed > smallest:
+        raise BadInputError(
+            f"--kv-{'window' if plan.policy == WINDOW else 'budget'} {plan.keep} with "
+            f"{plan.protected * plan.block_size} tokens of sinks and system prompt needs "
+            f"{needed * plan.block_size} tokens of KV cache, which has {smallest * plan.block_size}; use a "
+            "smaller one, a shorter system prompt or a larger --ctx"
+        )

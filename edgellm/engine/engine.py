@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+from edgellm.cache.eviction import WINDOW, EvictionPlan, make_plan
 from edgellm.cache.kv_manager import KVManager
 from edgellm.constraint.compiler import ConstraintCompiler
 from edgellm.contracts import (
@@ -22,11 +23,12 @@ from edgellm.contracts import (
 )
 from edgellm.engine import wording
 from edgellm.engine.answer import Answer, TextDecoder
-from edgellm.engine.checks import check_request
+from edgellm.engine.checks import check_eviction, check_request
 from edgellm.engine.sequence import Sample
 from edgellm.engine.stats import StatsRecorder
 from edgellm.scheduler.scheduler import Scheduler
 from edgellm.scheduler.sequence import Outcome, Sequence
+from edgellm.scheduler.wording import evicted
 from edgellm_models.errors import EngineError
 from edgellm_models.tokenizer.base import Tokenizer
 
@@ -35,6 +37,8 @@ PREFILL_CHUNK = 512
 MIXED_CHUNK = 96
 """Prompt tokens per step beside answers that go on, so that these keep flowing. Interpolated from steps of
 SmolLM2 on two busy cores: four answers alone 0.10 s, with 64 prompt rows 0.23 s; 512 prompt rows 0.89 s."""
+KV_WINDOW = KV_BUDGET = 2048
+"""Tokens that the eviction policies keep when nothing is said."""
 MAX_RUNNING = 16
 """Samples that run at once; more wait."""
 
@@ -60,10 +64,15 @@ class Engine:
         mixed_chunk: int = MIXED_CHUNK,
         token_budget: int | None = None,
         rope_switch_length: int | None = None,
+        kv_window: int = KV_WINDOW,
+        kv_budget: int = KV_BUDGET,
         recorder: StatsRecorder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``token_budget``: rows of a step; by default a chunk beside a token of every other sample."""
+        """``token_budget``: rows of a step; by default a chunk beside a token of every other sample.
+
+        ``kv_window`` and ``kv_budget``: tokens kept by requests with such a policy and no number themselves.
+        """
         self.context_length = context_length
         self.vocab_size = vocab_size
         self._runner = runner
@@ -71,6 +80,7 @@ class Engine:
         self._kv = kv
         self._make_decoder = make_decoder
         self._constraints = ConstraintCompiler(tokenizer, vocab_size)
+        self._kv_window, self._kv_budget = kv_window, kv_budget
         self._recorder = recorder or StatsRecorder()
         self._clock = clock
         self._scheduler = Scheduler(
@@ -90,6 +100,8 @@ class Engine:
         self._empty: list[Sample] = []
         """Those that ask for no token, have no room for one or must be empty."""
         self._cancelled: set[str] = set()
+        self._parting: list[TokenEvent] = []
+        """What is to be said of samples that end in this step, before their last events."""
         self._next_sequence_id = 0
         self._prompt_tokens = self._cached_tokens = 0
         self.stats: EngineStats = self._snapshot()
@@ -99,6 +111,7 @@ class Engine:
     def validate(self, request: GenerationRequest) -> None:
         """BadInputError when the request cannot be served: says what is wrong, with the values."""
         check_request(request, self.context_length, self.vocab_size)
+        self._eviction_plan(request)
         if request.constraint is not None:
             self._constraints.compile(request.constraint)  # kept for ``submit``
 
@@ -146,6 +159,8 @@ class Engine:
                 f"nothing can run although {len(self._samples)} samples are open and no step is on its way"
             )
         events.extend(self._queue_events())
+        events[:0] = self._parting
+        self._parting.clear()
         self.stats = self._snapshot()
         return events
 
@@ -184,14 +199,24 @@ class Engine:
             priority=request.priority,
             salt=request.cache_salt,
             conversation_id=request.conversation_id,
-            protected_tokens=request.protected_tokens,
-            kv_policy=request.kv_policy,
+            eviction=self._eviction_plan(request),
             draft_limit=self._kv.lookahead if request.speculate and constraint is None else 0,
             needs_host=constraint is not None,
             fork_parent=parent,
         )
         fills_context = asked is None or asked > room
         return Sample(request, index, answer, sequence, fills_context, answer.token_masks())
+
+    def _eviction_plan(self, request: GenerationRequest) -> EvictionPlan | None:
+        """What a request's policy makes of its KV; None keeps all. BadInputError where it cannot be done."""
+        if request.kv_policy == "stop":
+            return None
+        keep = request.kv_keep
+        if keep is None:
+            keep = self._kv_window if request.kv_policy == WINDOW else self._kv_budget
+        plan = make_plan(request.kv_policy, keep, self._kv.block_size, request.protected_tokens)
+        check_eviction(plan, request, self.context_length, self._kv.pools)
+        return plan
 
     def _end_unwanted(self, now: float) -> list[TokenEvent]:
         """Ends what was cancelled and what is past its deadline, running or waiting."""
@@ -315,6 +340,10 @@ class Engine:
 
     def _finish(self, sample: Sample, reason: FinishReason, now: float, **fields: Any) -> TokenEvent:
         """Ends a sample: gives its blocks back and makes its last event."""
+        dropped = sample.sequence.dropped
+        if sample.sequence.eviction is not None and dropped.tokens > dropped.told:
+            length = len(sample.sequence.token_ids)
+            self._parting.append(sample.event(notice=evicted(sample.sequence.eviction, dropped, length)))
         self._scheduler.finish(sample.sequence_id)
         del self._samples[sample.sequence_id]
         siblings = self._open[sample.request.request_id]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -12,6 +13,7 @@ from edgellm.runner.batch_builder import build_batch, num_logit_rows
 from edgellm.runner.kv_state import KVState
 from edgellm.runner.sampler import Draw, Sampler
 from edgellm_kernels.batch import ForwardBatch, KVStorage
+from edgellm_kernels.ops import block_scores
 
 
 class ForwardModel(Protocol):
@@ -71,7 +73,10 @@ class ModelRunner:
                         end = sequence.start_position + len(sequence.token_ids)
                         self.row_sink(sequence.sequence_id, end - (rows.stop - rows.start), logits[rows])
             draws = self._draw(plan.sequences, logits)
-        results = [_result(s.sequence_id, draws.get(s.sequence_id), scores) for s in plan.sequences]
+            results = [
+                self._with_block_scores(s, _result(s.sequence_id, draws.get(s.sequence_id), scores))
+                for s in plan.sequences
+            ]
         return StepResult(plan.step, tuple(results))
 
     def _score_prompts(
@@ -84,6 +89,13 @@ class ModelRunner:
                 sequence_id, start = sequence.sequence_id, sequence.start_position
                 scores[sequence_id] = self._sampler.score_prompt(logits[rows], sequence_id, start)
         return scores
+
+    def _with_block_scores(self, sequence: PlannedSequence, result: SequenceResult) -> SequenceResult:
+        if not sequence.score_blocks or result.error is not None:
+            return result
+        groups = zip(self._kv.storages, sequence.score_blocks, strict=True)
+        scores = tuple(tuple(block_scores(pages, blocks)) for pages, blocks in groups)
+        return replace(result, block_scores=scores)
 
     def _draw(self, sequences: Sequence[PlannedSequence], logits: torch.Tensor) -> dict[int, Draw]:
         """By sequence id, the draw from its last row, for those that want one."""

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from edgellm.scheduler.sequence import Sequence
 
 AGE_BOUND_S = 20.0
 """A prefill that has waited this long is no longer overtaken by shorter ones."""
-
-EvictionHook = Callable[[Sequence, int], bool]
-"""Asked before a sequence whose kv_policy is not ``stop`` grows into a new block, with the length it is to
-grow to; perhaps twice for one step. May evict blocks of it (``KVManager.evict``), never of another; returns
-whether it did."""
 
 
 def rank(sequence: Sequence) -> tuple[int, float, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from edgellm.cache.kv_manager import KVManager
 from edgellm.contracts import BlockCopy, HostCopy, Notice, PlannedSequence, SequenceStart, StepPlan
@@ -134,6 +135,7 @@ class Roster:
             sequence.token_ids,
             salt=kv_salt(sequence),
             conversation_id=sequence.conversation_id,
+            most=None if sequence.eviction is None else sequence.eviction.reuse_limit,
         )
         sequence.has_kv = True
 
@@ -143,6 +145,8 @@ class Roster:
             self.kv.free(sequence.sequence_id)
         sequence.has_kv = sequence.on_host = False
         sequence.computed = 0
+        sequence.block_scores.clear()
+        sequence.dropped.restart()
 
     def grow(self, sequence: Sequence, length: int) -> bool:
         """Slots for positions below ``length``; False, and nothing changed, when blocks are short."""
@@ -150,6 +154,36 @@ class Roster:
         if copies is not None:
             self._block_copies.extend(copies)
         return copies is not None
+
+    def evict(self, sequence: Sequence) -> None:
+        """Drops what goes at the border that the sequence has reached. A second call finds nothing to drop.
+
+        Layers with a window free blocks by themselves and are left alone.
+        """
+        plan, border = sequence.eviction, sequence.next_position
+        assert plan is not None and not sequence.in_flight, "what is in flight is not committed"
+        tables = self.kv.tables(sequence.sequence_id)
+        lost: list[int] = []
+        for group, layout in enumerate(self.kv.groups):
+            if layout.window is None:
+                live = [i for i in range(border // plan.block_size) if tables[group][i] >= 0]
+                lost = plan.victims(border, live, [scores[group] for scores in sequence.block_scores])
+                self.kv.evict(sequence.sequence_id, group, lost)
+        if lost:  # of equally many in every group
+            sequence.dropped.add(lost, plan.block_size)
+            if sequence.dropped.is_news:
+                self.tell(sequence, wording.evicted(plan, sequence.dropped, border))
+
+    def score_blocks(self, sequence: Sequence, end: int) -> tuple[tuple[int, ...], ...]:
+        """For ``PlannedSequence.score_blocks`` of a step that ends before ``end``."""
+        indices = sequence.blocks_to_score(end)
+        if not indices:
+            return ()
+        tables = self.kv.tables(sequence.sequence_id)
+        return tuple(
+            tuple(table[i] for i in indices) if layout.window is None else ()
+            for layout, table in zip(self.kv.groups, tables, strict=True)
+        )
 
     def restore(self, sequence: Sequence) -> bool:
         """Brings KV back from the host; False, and nothing changed, when blocks are short."""
@@ -186,6 +220,8 @@ class Roster:
         child.has_kv = True
         child.fork_parent = None  # it has KV of its own: preempted, it waits for itself
         child.computed = child.cached_tokens = shared
+        child.block_scores = list(parent.block_scores)
+        child.dropped = replace(parent.dropped)
         child.rope_is_short = parent.rope_is_short
         self.waiting.pop(child.sequence_id, None)
         self.running[child.sequence_id] = child

@@ -17,7 +17,7 @@ from edgellm.contracts import (
     StepResult,
 )
 from edgellm.scheduler import wording
-from edgellm.scheduler.policy import AGE_BOUND_S, EvictionHook, prefill_order, rank
+from edgellm.scheduler.policy import AGE_BOUND_S, prefill_order, rank
 from edgellm.scheduler.roster import Roster
 from edgellm.scheduler.sequence import Failure, Outcome, Sequence
 from edgellm_models.errors import BadInputError, EngineError
@@ -83,7 +83,6 @@ class Scheduler:
         age_bound_s: float = AGE_BOUND_S,
         lookahead: int = 0,
         rope_switch_length: int | None = None,
-        eviction_hook: EvictionHook | None = None,
     ) -> None:
         """``lookahead`` is the most tokens that any sequence drafts; the manager was made with the same."""
         if not 1 <= max_running <= token_budget:
@@ -104,7 +103,6 @@ class Scheduler:
         self._depth = depth
         self._age_bound_s = age_bound_s
         self._lookahead = lookahead
-        self._eviction_hook = eviction_hook
         self._roster = Roster(
             kv,
             max_running=max_running,
@@ -227,6 +225,8 @@ class Scheduler:
             return True
         if sequence.needs_host and sequence.pending:
             return False
+        if sequence.is_at_border:  # only committed blocks can be evicted
+            return False
         if any(planned.draft_limit for planned in sequence.in_flight):  # how many come is not known yet
             return False
         if self._roster.outgrows(sequence):
@@ -263,6 +263,8 @@ class Scheduler:
         each of them runs that token for itself and draws from its own row."""
         start = sequence.next_position
         end = min(start + self._prefill_chunk, start + step.budget, sequence.total)
+        if sequence.eviction is not None:
+            end = min(end, sequence.eviction.step_end(start))
         return min(end, sequence.total - 1) if self._roster.children(sequence) else end
 
     def _choose(self, sequence: Sequence, end: int, step: _Step) -> None:
@@ -283,10 +285,10 @@ class Scheduler:
                 sequence.max_new_tokens - sequence.num_answered - 1,
             )
             limit = min(limit, self._roster.room_before_switch(sequence, limit))
-            if step.crowded or sequence.kv_policy != "stop":
-                # What its last block holds costs nobody anything. And no draft crosses a border at which
-                # blocks may be evicted.
+            if step.crowded:  # what its last block holds costs nobody anything
                 limit = min(limit, -sequence.total % self._kv.block_size)
+            if sequence.eviction is not None:  # no draft crosses a border at which blocks may be evicted
+                limit = min(limit, sequence.eviction.step_end(chosen.start) - sequence.total)
             while limit > 0 and not self._roster.grow(sequence, sequence.total + limit):
                 limit -= 1
             chosen.draft_limit = max(0, limit)
@@ -309,6 +311,7 @@ class Scheduler:
                     draft_limit=chosen.draft_limit,
                     total_length=sequence.total,
                     prompt_logits=sequence.needs_scores(start, end),
+                    score_blocks=self._roster.score_blocks(sequence, end),
                 )
             )
         plan = self._roster.make_plan(self._step, tuple(planned))
@@ -321,12 +324,8 @@ class Scheduler:
     def _reserve(self, sequence: Sequence, length: int, step: _Step) -> bool:
         """Blocks for positions below ``length``, preempting whoever ranks last if it must be; False when the
         sequence cannot run in this step."""
-        if (
-            self._eviction_hook is not None
-            and sequence.kv_policy != "stop"
-            and -(-length // self._kv.block_size) > -(-sequence.next_position // self._kv.block_size)
-        ):
-            self._eviction_hook(sequence, length)
+        if sequence.is_at_border:
+            self._roster.evict(sequence)
         while not self._roster.grow(sequence, length):
             step.crowded = True
             if self._roster.take_back_drafts():
@@ -420,8 +419,11 @@ class Scheduler:
         return True
 
     def _roomy_length(self, sequence: Sequence) -> int:
-        """The length for which a preempted sequence waits to have blocks."""
-        return sequence.total + self._kv.block_size + self._lookahead
+        """The length for which a preempted sequence waits to have blocks; what it evicts needs none."""
+        length = sequence.total + self._kv.block_size + self._lookahead
+        if sequence.eviction is not None:
+            length = min(length, sequence.eviction.max_blocks * self._kv.block_size)
+        return length
 
     def _turn_away(self, sequence: Sequence, length: int, step: _Step, *, alone: bool) -> None:
         """Blocks are short for a waiting sequence: says so once, gives up where it can never change."""
@@ -470,6 +472,7 @@ class Scheduler:
                 f"sequence {sequence.sequence_id} was given {len(brought.token_ids)} tokens for a draft of "
                 f"{planned.draft_limit}"
             )
+        sequence.block_scores.extend(_scores_by_block(planned, brought))
         sequence.token_ids.extend(brought.token_ids)
         # Of the tokens that one step brought the last has no KV; the others were drafted, so theirs is there.
         computed = planned.start_position + len(planned.token_ids) + max(0, len(brought.token_ids) - 1)
@@ -487,3 +490,11 @@ class Scheduler:
         fresh = brought.prompt_logprobs[max(0, sequence.scored - first) :]
         sequence.scored = max(sequence.scored, first + len(brought.prompt_logprobs))
         return replace(brought, prompt_logprobs=fresh)
+
+
+def _scores_by_block(planned: PlannedSequence, brought: SequenceResult) -> list[tuple[float, ...]]:
+    """A step's block scores as ``Sequence.block_scores`` has them."""
+    wanted = [len(blocks) for blocks in planned.score_blocks]
+    if wanted != [len(scores) for scores in brought.block_scores]:
+        raise EngineError(f"sequence {planned.sequence_id} needed other block scores than it got")
+    return [tuple(s[i] if s else 0.0 for s in brought.block_scores) for i in range(max(wanted, default=0))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from edgellm.cache.eviction import Dropped, EvictionPlan
 from edgellm.contracts import PlannedSequence, SequenceResult, SequenceStart
 
 
@@ -29,10 +30,8 @@ class Sequence:
     """Blocks are shared only between sequences of one salt."""
     conversation_id: str | None = None
     """Passed to the KV manager, which tells where a turn parts from the one before."""
-    protected_tokens: int = 0
-    """Leading tokens that an eviction hook may not drop."""
-    kv_policy: str = "stop"
-    """Anything but ``stop`` asks the eviction hook before a new block."""
+    eviction: EvictionPlan | None = None
+    """Which of its blocks go at which positions; None keeps all."""
     draft_limit: int = 0
     """Tokens that may be drafted per step; the caller may change it between steps."""
     needs_host: bool = False
@@ -60,6 +59,10 @@ class Sequence:
     """It may hold blocks that only drafted tokens need."""
     rope_is_short: bool = True
     """Its KV is that of the rope's short scaling."""
+    block_scores: list[tuple[float, ...]] = field(default_factory=list)
+    """By block index, a score for each layer group, of any sense where there is no window; only where
+    ``eviction`` chooses by scores."""
+    dropped: Dropped = field(default_factory=Dropped)
     scored: int = field(init=False)
     """Leading prompt tokens whose logprobs were delivered or are not wanted; the first has none."""
 
@@ -102,6 +105,18 @@ class Sequence:
     def num_answered(self) -> int:
         """Answer tokens, pending ones included."""
         return self.total - self.prompt_length
+
+    @property
+    def is_at_border(self) -> bool:
+        """Whether blocks go before the next step."""
+        return self.eviction is not None and self.eviction.is_border(self.next_position)
+
+    def blocks_to_score(self, end: int) -> range:
+        """The blocks that are full once positions below ``end`` have run and that no step scores yet."""
+        if self.eviction is None or not self.eviction.needs_scores:
+            return range(0)
+        coming = sum(max(map(len, planned.score_blocks), default=0) for planned in self.in_flight)
+        return range(len(self.block_scores) + coming, end // self.eviction.block_size)
 
     def needs_scores(self, start: int, end: int) -> bool:
         """Whether running positions ``start`` to ``end`` scores prompt tokens that were not scored yet."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from edgellm.cache.eviction import RANDOM, WINDOW, Dropped, EvictionPlan
 from edgellm.contracts import Notice
 
 
@@ -33,6 +34,22 @@ def rope_switched(limit: int, length: int) -> Notice:
         "rope_scaling_switched",
         f"the sequence has outgrown {limit} tokens, where the model's rope scaling changes; its {length} "
         "tokens are computed again",
+    )
+
+
+def evicted(plan: EvictionPlan, dropped: Dropped, length: int) -> Notice:
+    """The KV that a sequence of ``length`` tokens has lost by now. Counts as told."""
+    dropped.told = dropped.tokens
+    if plan.policy == WINDOW:
+        kept = f"--kv-window {plan.keep} keeps the beginning and the last ones"
+    else:
+        lots = "drawn by lot" if plan.policy == RANDOM else "with the lowest scores"
+        kept = f"--kv-budget {plan.keep} drops those {lots}"
+    return Notice(
+        "kv_evicted",
+        f"{dropped.tokens} of {length} tokens, between positions {dropped.first} and {dropped.end - 1}, are "
+        f"out of the model's sight by now, and what they say may be missed: {kept}; --kv-policy stop keeps "
+        "all",
     )
 
 

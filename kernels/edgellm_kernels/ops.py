@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from edgellm_kernels.batch import ForwardBatch, GroupTables, KVStorage
+from edgellm_kernels.kv_scores_torch import block_scores
 from edgellm_kernels.operands import HeadShape, Prepared
 from edgellm_kernels.registry import OPS, KernelUnavailableError, choose, explain
 from edgellm_kernels.weights import BlockQuantWeight, DenseWeight, LinearWeight
@@ -23,6 +24,7 @@ __all__ = [
     "KernelUnavailableError",
     "Kernels",
     "Prepared",
+    "block_scores",
     "explain",
     "load_kernels",
 ]

@@ -283,7 +283,9 @@ def test_no_tokens_asked_for_or_no_room() -> None:
         ({"sampling": SamplingParams(logit_bias=dict.fromkeys(range(258), -100.0))}, ["every"]),
         ({"task": Task.EMBED}, ["task"]),
         ({"prompt_logprobs": 21}, ["prompt_logprobs", "21", "20"]),
-        ({"kv_policy": "budget"}, ["budget"]),
+        ({"kv_policy": "h2o"}, ["h2o", "stop"]),
+        ({"kv_policy": "budget", "kv_keep": 16}, ["--kv-budget 16", "or more"]),
+        ({"kv_policy": "window", "kv_keep": 0}, ["kv_keep", "0"]),
     ],
 )
 def test_what_cannot_be_served_is_refused_with_the_values(

@@ -9,7 +9,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edgellm.cache.block_pool import blocks_for
-from edgellm.scheduler.sequence import Sequence
 from tests.support.fake_runner import answer_alone
 from tests.support.schedule import Schedule, Setup
 
@@ -271,25 +270,6 @@ def test_what_can_never_fit_fails_alone(depth: int, at: str) -> None:
     assert "KV cache is too small" in schedule.errors[hopeless]
     for i, sequence_id in enumerate(fine):
         assert schedule.answers[sequence_id] == answer_alone(prompt(5, 2 + i), 8)
-
-
-def test_a_sequence_asks_its_eviction_hook_before_a_new_block() -> None:
-    asked: list[tuple[int, int]] = []
-
-    def hook(sequence: Sequence, length: int) -> bool:
-        asked.append((sequence.sequence_id, length))
-        return False
-
-    schedule = Schedule(Setup(eviction_hook=hook, block_size=4, lookahead=3, accept=0))
-    schedule.add(prompt(6, 1), 12)
-    window = schedule.add(prompt(6, 2), 12, kv_policy="window", draft_limit=3)
-    schedule.run()
-    assert {s for s, _ in asked} == {window}
-    assert [length for _, length in asked] == [6, 9, 13, 17]
-    for plan in schedule.plans[1:]:
-        for s in plan.sequences:
-            end = s.start_position + 1
-            assert -(-(end + s.draft_limit) // 4) == -(-end // 4), "a draft crosses an eviction border"
 
 
 def test_a_thousand_aborts_leave_the_pool_full() -> None:

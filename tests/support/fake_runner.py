@@ -61,17 +61,28 @@ def answer_alone(prompt: Sequence[int], num_tokens: int, sample: int = 0) -> lis
 class _State:
     start: SequenceStart
     token_ids: list[int]
+    missing: dict[int, tuple[int, ...]]
+    """By position, the evicted blocks when it ran."""
     failed: bool = False
     kv: dict[bool, list[int]] = field(default_factory=dict)
 
-    def expected(self, is_long: bool) -> list[int]:
-        """The KV of all its tokens, kept between steps as they only grow."""
+    def expected(self, is_long: bool, end: int) -> list[int]:
+        """The KV of the tokens below ``end``, kept between steps as they only grow. It depends on what was
+        evicted when they ran."""
         kv = self.kv.setdefault(is_long, [])
         previous = kv[-1] if kv else (1 if is_long else 0)
-        for token_id in self.token_ids[len(kv) :]:
-            previous = chain(previous, token_id)
+        for position in range(len(kv), end):
+            previous = chain(previous, self.token_ids[position])
+            for block in self.missing.get(position, ()):
+                previous = chain(previous, -1 - block)
             kv.append(previous)
         return kv
+
+    def see(self, start: int, end: int, missing: tuple[int, ...]) -> None:
+        """Positions run without these blocks; again, after a preemption, without the same ones."""
+        for position in range(start, end):
+            before = self.missing.setdefault(position, missing)
+            assert before == missing, f"position {position} saw other blocks when it ran before"
 
 
 class PagedFakeRunner:
@@ -98,6 +109,8 @@ class PagedFakeRunner:
         self.memory: dict[Slot, int] = {}
         self.host: dict[tuple[int, int], dict[int, int]] = {}
         self.states: dict[int, _State] = {}
+        self.history: dict[int, dict[int, tuple[int, ...]]] = {}
+        """By sequence, also of those that ended, and position the evicted blocks when it ran."""
         self.tails: set[int] = set()
         self.most_tails = 0
         self.plans: list[StepPlan] = []
@@ -107,11 +120,14 @@ class PagedFakeRunner:
         assert plan.step == len(self.plans), "plans must come in order"
         self.plans.append(plan)
         self._move_tails(plan)
-        for sequence_id in plan.ended:
-            del self.states[sequence_id]
         for start in plan.started:
             assert start.sequence_id not in self.states, "a sequence was told of twice"
-            self.states[start.sequence_id] = _State(start, list(start.prompt_token_ids))
+            missing = self.history.setdefault(start.sequence_id, {})
+            self.states[start.sequence_id] = _State(start, list(start.prompt_token_ids), missing)
+        for parent, child in plan.forked:
+            self.history.setdefault(child, {}).update(self.history.get(parent, {}))
+        for sequence_id in plan.ended:
+            del self.states[sequence_id]
         for copy in sorted([*plan.block_copies, *plan.host_copies], key=lambda copy: copy.order):
             self._copy(copy)
         ids = [planned.sequence_id for planned in plan.sequences]
@@ -185,12 +201,15 @@ class PagedFakeRunner:
         assert planned.needs_logits == (end == len(state.token_ids))
         assert planned.total_length == len(state.token_ids)
         is_long = self.rope_switch_length is not None and planned.total_length > self.rope_switch_length
-        expected = state.expected(is_long)
+        state.see(start, end, self._missing(planned))
+        expected = state.expected(is_long, end)
         for group, window in enumerate(self.windows):
             for position in range(start, end):
                 self.memory[self._slot(planned, group, position)] = expected[position]
             first = 0 if window is None else max(0, start - window + 1)
             for position in range(first, end) if self.check_reads else ():
+                if window is None and planned.block_tables[group][position // self.block_size] < 0:
+                    continue  # evicted, which the values of this step's KV tell
                 slot = self._slot(planned, group, position)
                 assert self.memory.get(slot) == expected[position], (
                     f"step {len(self.plans) - 1}: group {group} position {position} of sequence "
@@ -198,7 +217,12 @@ class PagedFakeRunner:
                 )
         if not planned.needs_logits:
             assert not planned.draft_limit
-            return SequenceResult(planned.sequence_id, (), prompt_logprobs=self._scores(planned, state))
+            return SequenceResult(
+                planned.sequence_id,
+                (),
+                prompt_logprobs=self._scores(planned, state),
+                block_scores=self._block_scores(planned),
+            )
         if len(state.token_ids) >= self.error_at.get(planned.sequence_id, 1 << 60):
             state.failed = True
             return SequenceResult(planned.sequence_id, (), error="NaN in the logits")
@@ -208,7 +232,8 @@ class PagedFakeRunner:
         for _ in range(accepted + 1):
             new.append(next_token(state.token_ids, state.start.sample))
             state.token_ids.append(new[-1])
-        expected = state.expected(is_long)
+        state.see(end, end + accepted, self._missing(planned))
+        expected = state.expected(is_long, end + accepted)
         for group in range(len(self.windows)):
             for position in range(end, end + planned.draft_limit):
                 right = expected[position] if position < end + accepted else -1
@@ -216,8 +241,31 @@ class PagedFakeRunner:
         if self.rope_switch_length is not None and planned.draft_limit and not is_long:
             assert end + planned.draft_limit <= self.rope_switch_length, "a draft outgrows the short scaling"
         return SequenceResult(
-            planned.sequence_id, tuple(new), planned.draft_limit, accepted, prompt_logprobs=scores
+            planned.sequence_id,
+            tuple(new),
+            planned.draft_limit,
+            accepted,
+            prompt_logprobs=scores,
+            block_scores=self._block_scores(planned),
         )
+
+    def _missing(self, planned: PlannedSequence) -> tuple[int, ...]:
+        """The evicted blocks: those of groups without a window one after another, a thousand numbers each."""
+        return tuple(
+            1000 * group + i
+            for group, (table, window) in enumerate(zip(planned.block_tables, self.windows, strict=True))
+            for i, block in enumerate(table)
+            if window is None and block < 0
+        )
+
+    def _block_scores(self, planned: PlannedSequence) -> tuple[tuple[float, ...], ...]:
+        """A number for each block that depends on everything it holds."""
+        scores = []
+        for group, blocks in enumerate(planned.score_blocks):
+            held = [self._block(group, block) for block in blocks]
+            assert all(len(values) == self.block_size for values in held), "a block is scored too early"
+            scores.append(tuple(float(hash(tuple(values.values())) % 1000) for values in held))
+        return tuple(scores)
 
     @staticmethod
     def _scores(planned: PlannedSequence, state: _State) -> tuple[TokenLogprob, ...]:

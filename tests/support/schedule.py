@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from edgellm.cache.kv_manager import KVManager
 from edgellm.cache.sequence_blocks import GroupLayout
 from edgellm.contracts import Notice, SamplingParams, SequenceStart, StepPlan
-from edgellm.scheduler.policy import EvictionHook
 from edgellm.scheduler.scheduler import Scheduler
 from edgellm.scheduler.sequence import Outcome, Sequence
 from tests.support.fake_runner import PagedFakeRunner
@@ -42,7 +41,6 @@ class Setup:
     prefix_cache: bool = True
     age_bound_s: float = 1e9
     rope_switch_length: int | None = None
-    eviction_hook: EvictionHook | None = None
     error_at: dict[int, int] = field(default_factory=dict)
     check_reads: bool = True
     check_every_step: bool = True
@@ -73,7 +71,6 @@ class Schedule:
             age_bound_s=setup.age_bound_s,
             lookahead=setup.lookahead,
             rope_switch_length=setup.rope_switch_length,
-            eviction_hook=setup.eviction_hook,
         )
         self.runner = PagedFakeRunner(
             setup.block_size,
