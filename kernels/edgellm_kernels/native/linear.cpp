@@ -24,7 +24,6 @@ void write_out(const PackedWeight& weight, const LinearOutput& output, int64_t r
 }  // namespace
 
 int64_t linear_tasks(const PackedWeight& weight, int64_t rows) {
-  if (rows == 1) return divide_up(weight.tiles(), kPanelTiles);
   return divide_up(weight.tiles(), kPanelTiles) * divide_up(rows, kPanelRows);
 }
 
@@ -37,8 +36,9 @@ void linear_task(const PackedWeight& weight, const LinearInput& input, const Lin
   alignas(64) float sums[kPanelRows * kSumStride];
   if (input.quantized == nullptr || !has_integer_kernel(weight.format)) {
     exact_panel(weight, tile, tiles, input.values + row * weight.k, rows, sums);
-  } else if (rows == 1) {
-    for (int t = 0; t < tiles; ++t) integer_row(weight, tile + t, input.quantized + row * blocks, sums + t * kTileRows);
+  } else if (rows <= kFewRows) {
+    for (int t = 0; t < tiles; ++t)
+      integer_rows(weight, tile + t, input.quantized + row * blocks, rows, sums + t * kTileRows);
   } else {
     integer_panel(weight, tile, tiles, input.quantized + row * blocks, rows, sums);
   }

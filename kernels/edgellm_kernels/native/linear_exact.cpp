@@ -64,6 +64,8 @@ void multiply(const float* const* weights, int64_t count, const float* x, int64_
       F32 value = splat(x[r * stride + i]);
 #pragma GCC unroll 2
       for (int t = 0; t < TILES; ++t) sum[t][r] = fma(w[t], value, sum[t][r]);
+#pragma GCC unroll 2
+      for (int t = 0; t < TILES; ++t) pin(sum[t][r]);
     }
   }
   for (int t = 0; t < TILES; ++t)

@@ -29,32 +29,49 @@ template <int SPANS> inline int32_t offset_of(const ActivationBlock& x, int s, i
   return -zero_code * x.sums[s];
 }
 
-template <class T> F32 row_product(const uint8_t* unit, const ActivationBlock* x, int64_t k) {
-  F32 sum = zero();
+// ROWS rows of activations, `stride` blocks apart, times one tile: sums [row][kSumStride]. Codes go from memory to
+// the multiplications through registers, once for all rows.
+template <class T, int ROWS>
+void multiply_tile(const uint8_t* unit, const ActivationBlock* x, int64_t stride, int64_t k, float* sums) {
+  constexpr int S = kSpans<T>, C = ROWS == 1 ? 2 : S;  // one row: two integer sums, for the adder's latency
+  F32 sum[ROWS];
+  for (int r = 0; r < ROWS; ++r) sum[r] = zero();
   for (int64_t u = 0; u < k / T::kUnit; ++u, unit += kUnitBytes<T>) {
     F32 scale[T::kUnit / T::kSpan], min[T::kUnit / T::kSpan];
     T::scales(unit, scale, min);
     const uint8_t* q = unit + T::kHeader;
 #pragma GCC unroll 1
     for (int b = 0; b < T::kUnit / 32; ++b, ++x, q += kCodeBytes<T::kBits>) {
-      I32 product[2] = {splat_i32(0), splat_i32(0)};
-      if constexpr (T::kZero != 0) {
-        product[0] = splat_i32(offset_of<kSpans<T>>(*x, 0, T::kZero));
-        if constexpr (kSpans<T> == 2) product[1] = splat_i32(offset_of<kSpans<T>>(*x, 1, T::kZero));
+      I32 product[ROWS][2];
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS; ++r) {
+        product[r][0] = product[r][1] = splat_i32(0);
+        if constexpr (T::kZero != 0) {
+          product[r][0] = splat_i32(offset_of<S>(x[r * stride], 0, T::kZero));
+          if constexpr (S == 2) product[r][1] = splat_i32(offset_of<S>(x[r * stride], 1, T::kZero));
+        }
       }
       for_pairs<T::kBits, 0, 16>(q, [&](int p, I16 codes) {
-        I32& target = product[kSpans<T> == 2 ? p / 8 : p % 2];
-        target = dot_pairs(target, codes, splat_pair(x->q + 2 * p));
+        const int c = S == 2 ? p / 8 : p % C;
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; ++r) {
+          product[r][c] = dot_pairs(product[r][c], codes, splat_pair(x[r * stride].q + 2 * p));
+          if constexpr (ROWS > 1) pin(product[r][c]);
+        }
       });
-      if constexpr (kSpans<T> == 1) product[0] = product[0] + product[1];
 #pragma GCC unroll 2
-      for (int s = 0; s < kSpans<T>; ++s) {
-        sum = add_product(sum, product[s], scale[b * kSpans<T> + s], x->scale);
-        if constexpr (T::kMin) sum = fma(min[b * kSpans<T> + s], splat(sum_of<kSpans<T>>(*x, s)), sum);
+      for (int s = 0; s < S; ++s) {
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; ++r) {
+          const ActivationBlock& row = x[r * stride];
+          I32 total = C == S ? product[r][s] : product[r][0] + product[r][1];
+          sum[r] = add_product(sum[r], total, scale[b * S + s], row.scale);
+          if constexpr (T::kMin) sum[r] = fma(min[b * S + s], splat(sum_of<S>(row, s)), sum[r]);
+        }
       }
     }
   }
-  return sum;
+  for (int r = 0; r < ROWS; ++r) store(sums + r * kSumStride, sum[r]);
 }
 
 constexpr int kChunkBlocks = 16;  // of 32 weights: 512 along K, 16 KiB of codes for two tiles
@@ -94,7 +111,7 @@ void multiply(const Panel& panel, int blocks, int32_t zero_code, const Activatio
       for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 2
         for (int t = 0; t < TILES; ++t) product[t][r] = splat_i32(offset_of<SPANS>(x[r * stride], s, zero_code));
-#pragma GCC unroll 2
+#pragma GCC unroll 16
       for (int p = 16 / SPANS * s; p < 16 / SPANS * (s + 1); ++p) {
         I16 codes[TILES];
 #pragma GCC unroll 2
@@ -104,6 +121,8 @@ void multiply(const Panel& panel, int blocks, int32_t zero_code, const Activatio
           I16 pair = splat_pair(x[r * stride].q + 2 * p);
 #pragma GCC unroll 2
           for (int t = 0; t < TILES; ++t) product[t][r] = dot_pairs(product[t][r], codes[t], pair);
+#pragma GCC unroll 2
+          for (int t = 0; t < TILES; ++t) pin(product[t][r]);
         }
       }
 #pragma GCC unroll 2
@@ -134,9 +153,15 @@ void multiply_rows(const Panel& panel, int blocks, int32_t zero_code, const Acti
 
 }  // namespace
 
-void integer_row(const PackedWeight& weight, int64_t tile, const ActivationBlock* x, float* sums) {
+void integer_rows(const PackedWeight& weight, int64_t tile, const ActivationBlock* x, int64_t rows, float* sums) {
+  const int64_t k = weight.k, stride = k / kActivationBlock;
+  const uint8_t* data = weight.tile(tile);
   visit_format(weight.format, [&](auto type) {
-    store(sums, row_product<decltype(type)>(weight.tile(tile), x, weight.k));
+    using T = decltype(type);
+    int64_t r = 0;
+    for (; r + 4 <= rows; r += 4) multiply_tile<T, 4>(data, x + r * stride, stride, k, sums + r * kSumStride);
+    for (; r + 2 <= rows; r += 2) multiply_tile<T, 2>(data, x + r * stride, stride, k, sums + r * kSumStride);
+    if (r < rows) multiply_tile<T, 1>(data, x + r * stride, stride, k, sums + r * kSumStride);
   });
 }
 
