@@ -14,13 +14,26 @@ from edgellm.runner.kv_state import KVState
 from edgellm.runner.sampler import Draw, Sampler
 from edgellm_kernels.batch import ForwardBatch, KVStorage
 from edgellm_kernels.ops import block_scores
+from edgellm_models.errors import EngineError
+from edgellm_models.network.decoder import LastRows
+
+MAX_LOGIT_BYTES = 64 << 20
+"""Logits that exist at once, beyond which they are made in parts: a scored prompt wants a row per token."""
+
+
+Scores = tuple[tuple[TokenLogprob, ...], str | None]
+"""Logprobs of prompt tokens, or what is wrong with the rows."""
 
 
 class ForwardModel(Protocol):
     """What the runner needs of a decoder."""
 
-    def forward(self, batch: ForwardBatch, kv: Sequence[KVStorage]) -> torch.Tensor:
-        """Logits [logit rows, vocab] f32."""
+    def run(self, batch: ForwardBatch, kv: Sequence[KVStorage]) -> LastRows:
+        """Runs all layers; the rows whose logits are wanted."""
+        ...
+
+    def logits(self, rows: LastRows) -> torch.Tensor:
+        """Logits [rows, vocab] f32."""
         ...
 
 
@@ -48,6 +61,7 @@ class ModelRunner:
         self._device = device
         f16_kv = any(torch.float16 in (pages.keys.dtype, pages.values.dtype) for pages in kv)
         self._sampler = Sampler(vocab_size, f16_kv=f16_kv)
+        self._max_rows = max(1, MAX_LOGIT_BYTES // (4 * vocab_size))
         self.row_sink: RowSink | None = None
         """Where there is one it is given every row of logits, and prompts are not scored here."""
 
@@ -63,32 +77,49 @@ class ModelRunner:
             return StepResult(plan.step, ())
         with torch.inference_mode():
             batch = build_batch(plan.sequences, self._block_size, self._device, tail)
-            logits = self._decoder.forward(batch, self._kv.storages)
-            if self.row_sink is None:
-                scores = self._score_prompts(plan.sequences, logits)
-            else:
-                scores = {}
-                for sequence, rows in _rows_of(plan.sequences):
-                    if rows.stop > rows.start:
-                        end = sequence.start_position + len(sequence.token_ids)
-                        self.row_sink(sequence.sequence_id, end - (rows.stop - rows.start), logits[rows])
-            draws = self._draw(plan.sequences, logits)
+            rows = self._decoder.run(batch, self._kv.storages)
+            drawn, scores = self._last_logits(plan.sequences, rows)
+            draws = self._draw(plan.sequences, drawn)
             results = [
                 self._with_block_scores(s, _result(s.sequence_id, draws.get(s.sequence_id), scores))
                 for s in plan.sequences
             ]
         return StepResult(plan.step, tuple(results))
 
-    def _score_prompts(
-        self, sequences: Sequence[PlannedSequence], logits: torch.Tensor
-    ) -> dict[int, tuple[tuple[TokenLogprob, ...], str | None]]:
-        """By sequence id, logprobs of its prompt's tokens, or why there are none."""
-        scores = {}
-        for sequence, rows in _rows_of(sequences):
-            if sequence.prompt_logits:
-                sequence_id, start = sequence.sequence_id, sequence.start_position
-                scores[sequence_id] = self._sampler.score_prompt(logits[rows], sequence_id, start)
-        return scores
+    def _last_logits(
+        self, sequences: Sequence[PlannedSequence], rows: LastRows
+    ) -> tuple[torch.Tensor | None, dict[int, Scores]]:
+        """The logits [draws, vocab] to draw from, in the order of the sequences, and by sequence id the
+        logprobs of its prompt's tokens, or why there are none.
+
+        Made in parts of ``MAX_LOGIT_BYTES`` at most where prompts are scored.
+        """
+        wanted = {rows.stop - 1 for s, rows in _rows_of(sequences) if s.needs_logits}
+        drawn: list[torch.Tensor] = []
+        scores: dict[int, Scores] = {}
+        for start in range(0, len(rows), self._max_rows):
+            end = min(start + self._max_rows, len(rows))
+            logits = self._decoder.logits(rows if end - start == len(rows) else rows.part(start, end))
+            for sequence, own in _rows_of(sequences):
+                first, last = max(own.start, start), min(own.stop, end)
+                if first < last:
+                    position = sequence.start_position + len(sequence.token_ids) - own.stop + first
+                    self._score(sequence, position, logits[first - start : last - start], scores)
+            here = [row - start for row in range(start, end) if row in wanted]
+            if here:
+                drawn.append(logits if len(here) == end - start else logits[here])
+        return torch.cat(drawn) if len(drawn) > 1 else drawn[0] if drawn else None, scores
+
+    def _score(
+        self, sequence: PlannedSequence, position: int, logits: torch.Tensor, scores: dict[int, Scores]
+    ) -> None:
+        """Takes the logits of the tokens from ``position`` on, for the sink or as logprobs of the prompt."""
+        if self.row_sink is not None:
+            self.row_sink(sequence.sequence_id, position, logits)
+        elif sequence.prompt_logits:
+            found, error = self._sampler.score_prompt(logits, sequence.sequence_id, position)
+            before, wrong = scores.get(sequence.sequence_id, ((), None))
+            scores[sequence.sequence_id] = (*before, *found), wrong or error
 
     def _with_block_scores(self, sequence: PlannedSequence, result: SequenceResult) -> SequenceResult:
         if not sequence.score_blocks or result.error is not None:
@@ -97,18 +128,24 @@ class ModelRunner:
         scores = tuple(tuple(block_scores(pages, blocks)) for pages, blocks in groups)
         return replace(result, block_scores=scores)
 
-    def _draw(self, sequences: Sequence[PlannedSequence], logits: torch.Tensor) -> dict[int, Draw]:
+    def _draw(self, sequences: Sequence[PlannedSequence], logits: torch.Tensor | None) -> dict[int, Draw]:
         """By sequence id, the draw from its last row, for those that want one."""
-        wanted = [(s, rows.stop - 1) for s, rows in _rows_of(sequences) if s.needs_logits]
-        if not wanted:
+        wanted = [s for s in sequences if s.needs_logits]
+        if logits is None:
             return {}
-        ids = [s.sequence_id for s, _ in wanted]
-        positions = [s.start_position + len(s.token_ids) for s, _ in wanted]
-        masks = [s.token_masks[0] if s.token_masks else None for s, _ in wanted]
-        rows = [row for _, row in wanted]
-        if len(rows) < logits.shape[0]:  # else they are all rows, in order
-            logits = logits[rows]
+        ids = [s.sequence_id for s in wanted]
+        positions = [s.start_position + len(s.token_ids) for s in wanted]
+        masks = [_only_mask(s) for s in wanted]
         return dict(zip(ids, self._sampler.sample(logits, ids, positions, masks), strict=True))
+
+
+def _only_mask(sequence: PlannedSequence) -> bytes | None:
+    """What the one row that a sequence draws from allows; EngineError rather than leave a mask out."""
+    if len(sequence.token_masks) > 1:
+        raise EngineError(
+            f"sequence {sequence.sequence_id} draws one token, but {len(sequence.token_masks)} masks came"
+        )
+    return sequence.token_masks[0] if sequence.token_masks else None
 
 
 def _rows_of(sequences: Sequence[PlannedSequence]) -> Iterator[tuple[PlannedSequence, slice]]:
@@ -123,7 +160,7 @@ def _rows_of(sequences: Sequence[PlannedSequence]) -> Iterator[tuple[PlannedSequ
 def _result(
     sequence_id: int,
     draw: Draw | None,
-    scores: Mapping[int, tuple[tuple[TokenLogprob, ...], str | None]],
+    scores: Mapping[int, Scores],
 ) -> SequenceResult:
     prompt_logprobs, error = scores.get(sequence_id, ((), None))
     if draw is not None and draw.error is not None:

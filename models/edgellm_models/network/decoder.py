@@ -28,6 +28,21 @@ class DecoderWeights:
     """[vocab, hidden]; shares the embedding's memory where they are tied."""
 
 
+@dataclass(frozen=True)
+class LastRows:
+    """The rows whose logits are wanted, before the output norm."""
+
+    x: torch.Tensor
+    """[rows, hidden]: the last sub-layer's output, not yet added."""
+    residual: torch.Tensor
+
+    def __len__(self) -> int:
+        return self.x.shape[0]
+
+    def part(self, start: int, end: int) -> LastRows:
+        return LastRows(self.x[start:end], self.residual[start:end])
+
+
 class Decoder:
     """Runs batches of tokens against paged KV storage. Holds no state between calls.
 
@@ -60,15 +75,34 @@ class Decoder:
         sequence's stored KV only: on no other sequence, block id or chunk border (up to f32 rounding with the
         torch kernels).
         """
+        return self.logits(self.run(batch, kv))
+
+    def run(self, batch: ForwardBatch, kv: Sequence[KVStorage]) -> LastRows:
+        """``forward`` without the head, for who wants the logits in parts: those of 512 rows of a large
+        vocabulary take 512 MiB.
+        """
         if not len(kv) == len(batch.groups) == len(self.spec.kv_groups):
             raise ValueError(
                 f"{len(self.spec.kv_groups)} KV groups need as many storages and tables, "
                 f"not {len(kv)} and {len(batch.groups)}"
             )
         with torch.no_grad():
-            return self._forward(batch, kv)
+            return self._run(batch, kv)
 
-    def _forward(self, batch: ForwardBatch, kv: Sequence[KVStorage]) -> torch.Tensor:
+    def logits(self, rows: LastRows) -> torch.Tensor:
+        """Logits f32 [rows, vocab]."""
+        spec, kernels = self.spec, self.kernels
+        with torch.no_grad():
+            prepared, _ = kernels.add_rms_norm(
+                rows.x,
+                rows.residual,
+                self.weights.output_norm,
+                spec.rms_eps,
+                self.weights.layers[-1].post_ffn_norm,
+            )
+            return kernels.lm_head(prepared, self.weights.head, spec.final_softcap)
+
+    def _run(self, batch: ForwardBatch, kv: Sequence[KVStorage]) -> LastRows:
         spec, kernels = self.spec, self.kernels
         groups = tuple(
             GroupState(
@@ -102,11 +136,7 @@ class Decoder:
             x = feed_forward(prepared, layer, spec, kernels)
             post_norm = layer.post_ffn_norm
         assert x is not None
-        rows = batch.logit_rows
-        prepared, _ = kernels.add_rms_norm(
-            x[rows], residual[rows], self.weights.output_norm, spec.rms_eps, post_norm
-        )
-        return kernels.lm_head(prepared, self.weights.head, spec.final_softcap)
+        return LastRows(x[batch.logit_rows], residual[batch.logit_rows])
 
 
 def _weight_bytes(weights: DecoderWeights) -> int:
