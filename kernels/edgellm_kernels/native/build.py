@@ -7,14 +7,17 @@ edgellm_kernels.native.build`` builds in place, into a folder beside the sources
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent
@@ -87,9 +90,22 @@ def _run(command: list[str], what: str) -> None:
         raise BuildError(f"{what} failed: {first.strip()[:500]}")
 
 
-def _object(compiler: list[str], flags: list[str], source: Path, folder: Path, headers: bytes) -> Path:
+def _with_headers(source: Path) -> bytes:
+    """The text of a source and of every header beside it that it includes, directly or not."""
+    texts: dict[str, bytes] = {}
+    open_names = [source.name]
+    while open_names:
+        name = open_names.pop()
+        path = source.parent / name
+        if name not in texts and path.is_file():
+            texts[name] = path.read_bytes()
+            open_names += re.findall(r'#\s*include\s+"([^"]+)"', texts[name].decode("utf-8", "replace"))
+    return b"".join(name.encode() + b"\0" + texts[name] for name in sorted(texts))
+
+
+def _object(compiler: list[str], flags: list[str], source: Path, folder: Path) -> Path:
     """The object file of one source; one that was made from the same text and flags is taken as it is."""
-    digest = hashlib.sha256(repr((compiler, flags)).encode() + headers + source.read_bytes()).hexdigest()
+    digest = hashlib.sha256(repr((compiler, flags)).encode() + _with_headers(source)).hexdigest()
     target = folder / f"{source.stem}-{digest[:24]}.o"
     if not target.exists():
         partial = target.with_suffix(f".{os.getpid()}.tmp")
@@ -109,7 +125,6 @@ def compile_libraries(
     compiler = find_compiler()
     stamp = source_stamp(sources)
     files = sorted(sources.glob("*.cpp"))
-    headers = b"".join(path.name.encode() + path.read_bytes() for path in sorted(sources.glob("*.h")))
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         folder = objects or Path(scratch)
@@ -119,7 +134,7 @@ def compile_libraries(
             jobs = {}
             for backend, flags in backends().items():
                 options = [*COMMON_FLAGS, *WARNING_FLAGS, *flags, *extra]
-                jobs[backend] = [pool.submit(_object, compiler, options, f, folder, headers) for f in files]
+                jobs[backend] = [pool.submit(_object, compiler, options, f, folder) for f in files]
             made = {backend: [str(job.result()) for job in row] for backend, row in jobs.items()}
         for backend, objects_made in made.items():
             partial = target / f"{library_name(backend)}.{os.getpid()}.tmp"
@@ -160,13 +175,27 @@ def build_or_explain(target: Path, sources: Path = SOURCES, objects: Path | None
     return None
 
 
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """One process at a time, where the system has such locks; a process that dies lets go."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def build_in_place() -> str | None:
     """Build beside the sources, for a tree that is used without an installation; see build_or_explain."""
     objects = Path(tempfile.gettempdir()) / f"edgellm-native-objects-{os.getuid()}"
     objects.mkdir(mode=0o700, exist_ok=True)
     if objects.stat().st_uid != os.getuid():
         return build_or_explain(SOURCES / BUILT)
-    return build_or_explain(SOURCES / BUILT, objects=objects)
+    with _alone(objects / "lock"):  # test runs beside each other compile once
+        return build_or_explain(SOURCES / BUILT, objects=objects)
 
 
 def main() -> int:
