@@ -7,11 +7,13 @@
 #   make acceptance            measure every promised figure on this machine
 #
 #   PYTHON=python3.12          interpreter for .venv
+#   JOBS=N                     how many tests run beside each other (default: as many as there are cores)
 #   TORCH_INDEX=URL            a package index to look for torch in as well, such as one with CPU-only builds
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
+JOBS ?= auto
 PIP_INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
@@ -24,7 +26,7 @@ chat: $(VENV)/.runtime
 	@$(VENV)/bin/edgellm chat
 
 test: $(VENV)/.development
-	@$(VENV)/bin/python -m pytest $(ARGS)
+	@$(VENV)/bin/python -m pytest -n $(JOBS) $(ARGS)
 
 check: $(VENV)/.development
 	$(VENV)/bin/ruff check .

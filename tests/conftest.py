@@ -11,6 +11,8 @@ import pytest
 
 # Before anything loads torch: tests that run beside each other must not spin in each other's way.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+if "PYTEST_XDIST_WORKER" in os.environ:  # a test on every core: more threads would only be in their way
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A run that a shell started in the background ignores SIGINT, and so would the programs that tests start.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -21,8 +23,9 @@ KEPT = {"EDGELLM_TEST_MODELS", "EDGELLM_TEST_HOME"}
 
 @pytest.fixture(scope="session", autouse=True)
 def native_library_built() -> None:
-    """The native library beside its sources, built from them as they are now. A failure is kept in a file that
-    ``native_library.why_missing`` reads: the tests that need the library show it."""
+    """The native library beside its sources, built from them as they are now. A failure is kept in a file
+    that ``native_library.why_missing`` reads: the tests that need the library show it.
+    """
     from edgellm_kernels.native.build import build_in_place
 
     build_in_place()
