@@ -89,13 +89,19 @@ SETTINGS = (
     Setting(
         "kv_policy",
         "choice",
-        "What happens when the context is full; a chat that is told nothing trims its oldest turns.",
+        "What goes when the context or its memory is full: nothing (stop), a chat's oldest turns (trim, for a "
+        "chat that is told nothing), or KV that the model then no longer sees (window, budget).",
         "stop",
-        ("stop", "trim"),
-        ("window", "budget"),
+        ("stop", "trim", "window", "budget"),
     ),
-    Setting("kv_window", "choice", "Tokens that --kv-policy window keeps.", planned=("*",)),
-    Setting("kv_budget", "choice", "Tokens that --kv-policy budget keeps.", planned=("*",)),
+    Setting(
+        "kv_window",
+        "integer",
+        "Last tokens that --kv-policy window keeps, beside the first block and the system prompt.",
+        2048,
+        minimum=1,
+    ),
+    Setting("kv_budget", "integer", "Tokens that --kv-policy budget keeps in all.", 2048, minimum=1),
     Setting("spec", "choice", "Speculative decoding.", "auto", ("auto", "off"), ("ngram", "skip")),
     Setting("draft", "choice", "Draft model for speculative decoding.", planned=("*",)),
     Setting(
@@ -147,8 +153,8 @@ class EngineConfig:
     activations: str | None = None
     kv_dtype: str | None = None
     kv_policy: str | None = None
-    kv_window: str | None = None
-    kv_budget: str | None = None
+    kv_window: int | None = None
+    kv_budget: int | None = None
     spec: str | None = None
     draft: str | None = None
     spec_rule: str | None = None
@@ -188,8 +194,8 @@ class ResolvedConfig:
     activations: str
     kv_dtype: str
     kv_policy: str
-    kv_window: str | None
-    kv_budget: str | None
+    kv_window: int
+    kv_budget: int
     spec: str
     draft: str | None
     spec_rule: str
@@ -283,6 +289,9 @@ def resolve(
                 origins[setting.name] = setting.variable if origin == "environment" else origin
                 break
     resolved = ResolvedConfig(**values, origins=origins)
+    for policy in ("window", "budget"):
+        if origins[f"kv_{policy}"] == FLAG and resolved.kv_policy != policy:
+            raise UsageError(f"--kv-{policy} says how much --kv-policy {policy} keeps; give that too")
     for setting in SETTINGS:
         value = values[setting.name]
         if setting.sampling is not None and value is not None:

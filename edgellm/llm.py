@@ -160,6 +160,7 @@ class LLM:
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
                 constraint=constraint,
+                kv_policy=self._runtime.kv_policy,
                 continues_text=True,
             )
             for prompt in _as_list(prompts)
@@ -202,6 +203,7 @@ class LLM:
             num_samples=num_samples,
             logprobs=logprobs,
             constraint=constraint,
+            kv_policy=self._runtime.kv_policy,
         )
         [result] = self._run([built.request])
         with self._lock:

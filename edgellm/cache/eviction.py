@@ -126,6 +126,18 @@ def make_plan(policy: str, keep: int, block_size: int, protected_tokens: int) ->
     return plan
 
 
+def most_positions(policy: str, keep: int, block_size: int) -> int | None:
+    """Positions that a sequence holds at most in layers without a window; None where nothing is evicted.
+
+    With room for a system prompt as long as a window, and for the copy of a block that samples share.
+    BadInputError as ``make_plan``.
+    """
+    if policy not in POLICIES:
+        return None
+    plan = make_plan(policy, keep, block_size, keep if policy == WINDOW else 0)
+    return (plan.max_blocks + 1) * block_size
+
+
 def _stride(blocks: int) -> int:
     return max(1, min(MAX_STRIDE_BLOCKS, blocks // 8))
 
@@ -164,5 +176,5 @@ class Dropped:
 
     @property
     def is_news(self) -> bool:
-        """The first loss, and each that doubles what was told: a notice per border would be noise."""
-        return self.tokens >= max(1, 2 * self.told)
+        """The first loss, and each that makes four times of what was told: one per border would be noise."""
+        return self.tokens >= max(1, 4 * self.told)

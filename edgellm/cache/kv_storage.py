@@ -77,7 +77,13 @@ def kv_type(name: str) -> KVType:
 
 
 def choose_kv_type(
-    name: str, spec: ModelSpec, asked_context: int | None, chunk: int, free_bytes: int | None, device: str
+    name: str,
+    spec: ModelSpec,
+    asked_context: int | None,
+    chunk: int,
+    free_bytes: int | None,
+    device: str,
+    kept: int | None = None,
 ) -> tuple[KVType, Notice | None]:
     """The type in force for a ``--kv-dtype``, and the notice where auto had to step down.
 
@@ -93,7 +99,7 @@ def choose_kv_type(
     if asked_context is None or free_bytes is None:
         return candidates[0], None
     context = min(asked_context, spec.context_length)
-    sizes = [kv_bytes(spec, context, candidate, chunk) for candidate in candidates]
+    sizes = [kv_bytes(spec, context, candidate, chunk, kept=kept) for candidate in candidates]
     fitting = [i for i, size in enumerate(sizes) if 2 * size <= free_bytes]
     index = fitting[0] if fitting else len(candidates) - 1
     if index == 0:
@@ -134,10 +140,20 @@ def tail_bytes(spec: ModelSpec, kv: KVType, num_rings: int = 1, block_size: int 
     return num_rings * slots * kv_bytes_per_position(spec, spec.num_layers, kv_type("bf16"))
 
 
-def kv_bytes(spec: ModelSpec, context: int, kv: KVType, chunk: int, block_size: int = BLOCK_SIZE) -> int:
-    """Bytes of the whole cache for one sequence of ``context`` tokens, in whole blocks, windows freed."""
+def kv_bytes(
+    spec: ModelSpec,
+    context: int,
+    kv: KVType,
+    chunk: int,
+    block_size: int = BLOCK_SIZE,
+    kept: int | None = None,
+) -> int:
+    """Bytes of the whole cache for one sequence of ``context`` tokens, in whole blocks, windows freed.
+
+    ``kept``: positions that lossy eviction leaves at most in layers without a window.
+    """
     pages = sum(
-        blocks_for(context, block_size, group.window, chunk)
+        _num_blocks(group.window, context, chunk, block_size, kept)
         * block_size
         * kv_bytes_per_position(spec, len(group.layers), kv)
         for group in spec.kv_groups
@@ -145,12 +161,20 @@ def kv_bytes(spec: ModelSpec, context: int, kv: KVType, chunk: int, block_size: 
     return pages + tail_bytes(spec, kv, 1, block_size)
 
 
-def largest_context(spec: ModelSpec, budget_bytes: int, kv: KVType, chunk: int) -> int:
+def _num_blocks(window: int | None, context: int, chunk: int, block_size: int, kept: int | None) -> int:
+    if window is None and kept is not None:
+        context = min(context, kept)
+    return blocks_for(context, block_size, window, chunk)
+
+
+def largest_context(
+    spec: ModelSpec, budget_bytes: int, kv: KVType, chunk: int, kept: int | None = None
+) -> int:
     """The longest context, at most the trained one, whose cache fits in ``budget_bytes``; 0 is none."""
     low, high = 0, spec.context_length
     while low < high:
         middle = (low + high + 1) // 2
-        if kv_bytes(spec, middle, kv, chunk) <= budget_bytes:
+        if kv_bytes(spec, middle, kv, chunk, kept=kept) <= budget_bytes:
             low = middle
         else:
             high = middle - 1
@@ -158,11 +182,14 @@ def largest_context(spec: ModelSpec, budget_bytes: int, kv: KVType, chunk: int) 
 
 
 def group_layouts(
-    spec: ModelSpec, context: int, chunk: int, block_size: int = BLOCK_SIZE
+    spec: ModelSpec, context: int, chunk: int, block_size: int = BLOCK_SIZE, kept: int | None = None
 ) -> tuple[GroupLayout, ...]:
-    """What the KV manager is told of each layer group: blocks for one sequence of ``context`` tokens."""
+    """What the KV manager is told of each layer group: blocks for one sequence of ``context`` tokens.
+
+    ``kept`` as in ``kv_bytes``.
+    """
     return tuple(
-        GroupLayout(group.window, blocks_for(context, block_size, group.window, chunk))
+        GroupLayout(group.window, _num_blocks(group.window, context, chunk, block_size, kept))
         for group in spec.kv_groups
     )
 

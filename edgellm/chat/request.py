@@ -88,8 +88,8 @@ def build_request(
     kv_policy: str = "stop",
     **fields: Any,
 ) -> BuiltRequest:
-    """Renders, tokenizes and checks a conversation. ``kv_policy`` trim leaves out oldest turns that do not
-    fit.
+    """Renders, tokenizes and checks a conversation. With any ``kv_policy`` but stop, oldest turns that do
+    not fit in the context are left out.
 
     ``fields`` are further fields of GenerationRequest. BadInputError when there are no messages, when the
     template refuses them, and when the prompt leaves no room in the context (naming both numbers).
@@ -106,10 +106,11 @@ def build_request(
         )
 
     notices: tuple[Notice, ...] = ()
-    if kv_policy == "trim":
+    if kv_policy in ("trim", "window", "budget"):  # evicted or not, no position lies behind the context
         trimmed = trim(messages, encode, context_length, sampling.max_new_tokens)
         chat, notices = trimmed.chat, trimmed.notices
-        kv_policy = "stop"  # what fits is answered like any other
+        if kv_policy == "trim":
+            kv_policy = "stop"  # what fits is answered like any other
     else:
         chat = encode(messages)
     if not chat.token_ids:

@@ -138,6 +138,10 @@ def command(
     if settings.get("kv_policy") == "trim":
         raise UsageError("--kv-policy trim leaves out turns of a chat; a completion has none: use stop")
     resolved = resolve_settings(settings, model=model)
+    if beams is not None and resolved.kv_policy in ("window", "budget"):
+        raise UsageError(
+            f"--beams compares exact scores, which --kv-policy {resolved.kv_policy} does not give: use stop"
+        )
     base = SamplingParams(temperature=0.0, max_new_tokens=DEFAULT_MAX_TOKENS)
     sampling = replace(
         resolved.sampling_params(base), logit_bias=parse_biases(logit_biases), ignore_eos=ignore_eos
@@ -281,7 +285,13 @@ def make_request(
     if not ids and tokenizer.bos_id is not None and not no_special:
         ids = [tokenizer.bos_id]
     return GenerationRequest(
-        "complete", tuple(ids), sampling, logprobs=logprobs, constraint=constraint, continues_text=True
+        "complete",
+        tuple(ids),
+        sampling,
+        logprobs=logprobs,
+        constraint=constraint,
+        kv_policy=runtime.kv_policy,
+        continues_text=True,
     )
 
 

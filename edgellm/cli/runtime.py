@@ -60,10 +60,12 @@ class Runtime:
     load_templates: Callable[[], ChatTemplates | None]
     """Reads the model's chat templates; a raw completion never does, so a broken one cannot stop it."""
     vocab_size: int = 0
+    kv_policy: str = "stop"
+    """What requests that are no chat ask for: stop, window or budget."""
     runner: ModelRunner | None = field(default=None, repr=False)
     """What computes, for those who read whole rows of logits (edgellm/evaluate)."""
-    kv_token_bytes: int = 0
-    """Bytes of K and V of one position in all layers."""
+    kv_read_bytes: Callable[[int], int] = field(default=lambda tokens: 0, repr=False)
+    """Bytes of K and V that a decode step reads of a sequence of so many tokens, windows counted."""
     _service: AsyncEngine | None = field(default=None, repr=False)
 
     @property
@@ -116,13 +118,13 @@ def load_runtime(
     _keep_threads_from_spinning()
     import torch
 
+    from edgellm.cache.eviction import WINDOW, most_positions
     from edgellm.cache.kv_manager import KVManager
     from edgellm.cache.kv_storage import (
         BLOCK_SIZE,
         allocate_storage,
         choose_kv_type,
         group_layouts,
-        kv_bytes_per_position,
     )
     from edgellm.cache.prefix_index import cache_key
     from edgellm.engine.engine import MAX_RUNNING, PREFILL_CHUNK, Engine
@@ -164,15 +166,17 @@ def load_runtime(
     spec = decoder.spec
     free_bytes = _free_memory(device)
     chunk = prefill_chunk or PREFILL_CHUNK
+    keep = resolved.kv_window if resolved.kv_policy == WINDOW else resolved.kv_budget
+    kept = most_positions(resolved.kv_policy, keep, BLOCK_SIZE)
     if kv is None:
-        kv, step_down = choose_kv_type(resolved.kv_dtype, spec, resolved.ctx, chunk, free_bytes, device)
+        kv, step_down = choose_kv_type(resolved.kv_dtype, spec, resolved.ctx, chunk, free_bytes, device, kept)
         if step_down is not None:
             tell(step_down)
-    context, notice = choose_context(spec, resolved.ctx, kv, chunk, free_bytes)
+    context, notice = choose_context(spec, resolved.ctx, kv, chunk, free_bytes, kept)
     tell(notice)
     groups = tuple(
         replace(group, num_blocks=group.num_blocks * full_contexts)
-        for group in group_layouts(spec, context, chunk, BLOCK_SIZE)
+        for group in group_layouts(spec, context, chunk, BLOCK_SIZE, kept)
     )
     # What has just ended keeps its tail until the next step, in which as many may begin.
     storage = allocate_storage(
@@ -187,6 +191,8 @@ def load_runtime(
         context_length=context,
         vocab_size=spec.vocab_size,
         rope_switch_length=spec.rope_switch_length,
+        kv_window=resolved.kv_window,
+        kv_budget=resolved.kv_budget,
         prefill_chunk=chunk,
         make_decoder=lambda request: StreamDecoder(
             tokenizer,
@@ -222,8 +228,18 @@ def load_runtime(
         tuple(notices),
         load_templates,
         spec.vocab_size,
+        kv_policy="stop" if kept is None else resolved.kv_policy,
         runner=runner,
-        kv_token_bytes=kv_bytes_per_position(spec, spec.num_layers, kv),
+        kv_read_bytes=partial(_kv_read_bytes, spec, kv),
+    )
+
+
+def _kv_read_bytes(spec: ModelSpec, kv: KVType, tokens: int) -> int:
+    from edgellm.cache.kv_storage import kv_bytes_per_position
+
+    return sum(
+        kv_bytes_per_position(spec, len(group.layers), kv) * min(tokens, group.window or tokens)
+        for group in spec.kv_groups
     )
 
 
@@ -246,18 +262,24 @@ def _keep_threads_from_spinning() -> None:
 
 
 def choose_context(
-    spec: ModelSpec, asked: int | None, kv: KVType, chunk: int, free_bytes: int | None
+    spec: ModelSpec,
+    asked: int | None,
+    kv: KVType,
+    chunk: int,
+    free_bytes: int | None,
+    kept: int | None = None,
 ) -> tuple[int, Notice]:
     """The context in force and the notice that says it.
 
     Unasked it is the trained one, or what fits in half of the free memory; asked for it is never above the
-    trained one. ResourceError when what was asked for does not fit in the free memory, or nothing does.
+    trained one. ``kept`` as in kv_bytes. ResourceError when what was asked for does not fit in the free
+    memory, or nothing does.
     """
     from edgellm.cache.kv_storage import kv_bytes, largest_context
 
     trained = spec.context_length
     if asked is None:
-        context = trained if free_bytes is None else largest_context(spec, free_bytes // 2, kv, chunk)
+        context = trained if free_bytes is None else largest_context(spec, free_bytes // 2, kv, chunk, kept)
         if context < 1:
             assert free_bytes is not None
             raise ResourceError(
@@ -266,14 +288,14 @@ def choose_context(
             )
     else:
         context = min(asked, trained)
-        needed = kv_bytes(spec, context, kv, chunk)
+        needed = kv_bytes(spec, context, kv, chunk, kept=kept)
         if free_bytes is not None and needed > free_bytes:
-            fitting = largest_context(spec, free_bytes // 2, kv, chunk)
+            fitting = largest_context(spec, free_bytes // 2, kv, chunk, kept)
             raise ResourceError(
                 f"the {kv.name} KV cache of {context} tokens needs {needed / 1e6:.0f} MB; "
                 f"{free_bytes / 1e6:.0f} MB are free; --ctx {fitting} fits in half of that"
             )
-    size = f"its {kv.name} KV cache takes up to {kv_bytes(spec, context, kv, chunk) / 1e6:.0f} MB"
+    size = f"its {kv.name} KV cache takes up to {kv_bytes(spec, context, kv, chunk, kept=kept) / 1e6:.0f} MB"
     if asked is not None and asked > trained:
         detail = f"the context is {context} tokens, for which the model was trained, not {asked}; {size}"
         return context, Notice("context_clamped", detail)

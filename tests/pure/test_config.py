@@ -76,7 +76,7 @@ def test_an_empty_variable_is_unset(tmp_path: Path) -> None:
         ("stop = [1]", ["stop must be a text or list of texts"]),
         ("device = 'tpu'", ["device must be one of auto, cpu, cuda", "'tpu'"]),
         ("kernels = 'triton'", ["kernels triton is not in this version", "auto, torch"]),
-        ("kv_window = 512", ["kv_window is not in this version"]),
+        ("kv_window = 0", ["kv_window must be an integer of 1 or more, not 0"]),
         ("model = ''", ["model must not be empty"]),
         ("ctx = ", ["config.toml is not valid TOML"]),
         ("[a]\nb = 1", ["unknown key 'a'"]),
@@ -98,7 +98,7 @@ def test_a_wrong_file_names_file_and_key(tmp_path: Path, text: str, words: list[
         ("EDGELLM_CTX", "5k", "EDGELLM_CTX must be an integer"),
         ("EDGELLM_TEMP", "inf", "EDGELLM_TEMP must be a finite number"),
         ("EDGELLM_KV_DTYPE", "fp8", "EDGELLM_KV_DTYPE fp8 is not in this version"),
-        ("EDGELLM_KV_POLICY", "window", "EDGELLM_KV_POLICY window is not in this version"),
+        ("EDGELLM_KV_POLICY", "h2o", "EDGELLM_KV_POLICY must be one of stop, trim, window, budget"),
         ("EDGELLM_SPEC_RULE", "rejection", "EDGELLM_SPEC_RULE rejection is not in this version"),
         ("EDGELLM_GPU_LAYERS", "12", "EDGELLM_GPU_LAYERS 12 is not in this version"),
         ("EDGELLM_DRAFT", "smollm2-135m", "EDGELLM_DRAFT is not in this version"),
@@ -114,7 +114,8 @@ def test_a_wrong_flag_is_a_usage_error(tmp_path: Path) -> None:
     for config, word in [
         (EngineConfig(ctx=0), "--ctx must be"),
         (EngineConfig(kv_dtype="fp8"), "--kv-dtype fp8 is not in this version"),
-        (EngineConfig(kv_budget="9"), "--kv-budget is not in this version"),
+        (EngineConfig(kv_budget=900), "--kv-budget says how much --kv-policy budget keeps"),
+        (EngineConfig(kv_policy="budget", kv_window=900), "--kv-window says how much"),
         (EngineConfig(min_p=2.0), "--min-p must be from 0"),
         (EngineConfig(temp=-1.0), "--temp must be"),
     ]:
@@ -133,8 +134,6 @@ def test_every_value_of_the_published_interface_is_taken_or_refused_by_name(tmp_
         "spec": "auto off ngram skip",
         "spec_rule": "coupled rejection",
         "gpu_layers": "auto 12",
-        "kv_window": "512",
-        "kv_budget": "512",
         "draft": "smollm2-135m",
     }
     for name, values in published.items():

@@ -284,7 +284,7 @@ def test_no_tokens_asked_for_or_no_room() -> None:
         ({"task": Task.EMBED}, ["task"]),
         ({"prompt_logprobs": 21}, ["prompt_logprobs", "21", "20"]),
         ({"kv_policy": "h2o"}, ["h2o", "stop"]),
-        ({"kv_policy": "budget", "kv_keep": 16}, ["--kv-budget 16", "or more"]),
+        ({"kv_policy": "budget", "kv_keep": 1}, ["--kv-budget 1 ", "or more"]),
         ({"kv_policy": "window", "kv_keep": 0}, ["kv_keep", "0"]),
     ],
 )
