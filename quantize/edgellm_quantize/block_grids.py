@@ -134,8 +134,10 @@ def nearest_codes(values: Array, scale: Array, offset: Array, grid: BlockGrid) -
 def decode_codes(codes: Array, scale: Array, offset: Array, grid: BlockGrid) -> Array:
     """Values of codes, in the order of operations that decoders have."""
     if grid.has_offset:
-        return scale * codes.astype(np.float32) + offset
-    return scale * (codes.astype(np.float32) - np.float32(grid.zero))
+        shifted: Array = scale * codes.astype(np.float32) + offset
+        return shifted
+    centred: Array = scale * (codes.astype(np.float32) - np.float32(grid.zero))
+    return centred
 
 
 def decode_blocks(params: BlockParams, codes: Array) -> Array:
@@ -147,7 +149,8 @@ def decode_blocks(params: BlockParams, codes: Array) -> Array:
 
 
 def _f16_bytes(values: Array) -> Array:
-    return values.astype("<f2").reshape(-1, 1).view(np.uint8)
+    data: Array = values.astype("<f2").reshape(-1, 1).view(np.uint8)
+    return data
 
 
 def _f16_values(data: Array) -> Array:

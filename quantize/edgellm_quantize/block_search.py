@@ -153,7 +153,7 @@ def _sum(values: Array) -> Array:
 
 def _total(values: Array) -> Array:
     """Over the sub-blocks, first to last: [s, b] -> [b]."""
-    total = values[0].copy()
+    total: Array = values[0].copy()
     for row in values[1:]:
         total += row
     return total
@@ -237,7 +237,7 @@ def _fit_symmetric(x: Array, w: Array, grid: BlockGrid, plan: SearchPlan) -> Arr
     extreme = np.where(top >= -bottom, top, bottom)
     inverse_extreme = _inverse(extreme)
     wx = w * x
-    best_scale = extreme * np.float32(1 / low)
+    best_scale: Array = extreme * np.float32(1 / low)
     best_gain = np.full_like(extreme, -np.inf)
 
     def consider(inverse: Array) -> None:

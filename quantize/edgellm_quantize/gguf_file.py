@@ -55,7 +55,7 @@ def write_gguf_file(
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
         checksums = _write(partial, metadata, tensors)
-        (check or read_back)(partial, tensors, checksums)
+        (check or _read_back)(partial, tensors, checksums)
         size = partial.stat().st_size
         os.replace(partial, out)
     except OSError as error:
@@ -142,7 +142,7 @@ def _pad(stream: IO[bytes]) -> None:
     stream.write(bytes(-stream.tell() % ALIGNMENT))
 
 
-def read_back(partial: Path, tensors: Sequence[PlannedTensor], checksums: Sequence[int]) -> None:
+def _read_back(partial: Path, tensors: Sequence[PlannedTensor], checksums: Sequence[int]) -> None:
     """Open the file as a user's program will and compare every tensor with what was meant to be written."""
     from edgellm_models.checkpoint import open_checkpoint
 

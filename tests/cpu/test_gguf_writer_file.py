@@ -22,8 +22,8 @@ from edgellm_models.checkpoint import open_checkpoint
 from edgellm_models.errors import BadInputError, OutputError, UsageError
 from edgellm_models.network import read_spec
 from edgellm_models.network.spec import RopeSpec
-from edgellm_quantize.dense_gguf import interleave_rotary
 from edgellm_quantize.gguf_metadata import llama3_divisors
+from edgellm_quantize.gguf_source import interleave_rotary
 from edgellm_quantize.writers import write_dense_gguf
 from tests.support.oracles import require_oracle
 from tests.support.tiny_models import ARCHITECTURES, make_tiny
@@ -123,7 +123,7 @@ def test_chunks_do_not_change_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """A tensor that passes in many chunks has the bytes of one that passes whole, folded gains included."""
     folder = make_tiny("gemma2", tmp_path / "m", query_pre_attn_scalar=17)
     whole = _write(folder).read_bytes()
-    monkeypatch.setattr("edgellm_quantize.dense_gguf._CHUNK_WEIGHTS", 100)
+    monkeypatch.setattr("edgellm_quantize.gguf_source.CHUNK_WEIGHTS", 100)
     assert _write(folder).read_bytes() == whole
 
 

@@ -1,0 +1,327 @@
+"""A quantized GGUF file from a model: types by mixture, rows encoded as they are written, all read back."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgellm_kernels.ggml_types import GGML_TYPES_BY_NAME
+from edgellm_models.errors import Notice, OutputError
+from edgellm_quantize.dense_gguf import DENSE_BYTES, cast_dense
+from edgellm_quantize.gguf_file import PlannedTensor, write_gguf_file
+from edgellm_quantize.gguf_source import GGUFSource, SourceTensor, open_gguf_source
+from edgellm_quantize.gguf_values import GGUFValue, MetadataTable, text, u32
+from edgellm_quantize.imatrix_file import ImportanceMatrix
+from edgellm_quantize.kquant_codec import encode_rows
+from edgellm_quantize.kquant_mix import FILE_TYPE_IDS, Mixture, choose_types, is_quantized
+from edgellm_quantize.recipe import QuantizeProgress, QuantizeReport, TensorReport
+
+Array = np.ndarray[Any, Any]
+
+Encode = Callable[[SourceTensor, str], "Iterator[Array] | None"]
+"""Bytes of a tensor in a type, uint8 [r, row bytes] in the order of ``tensor.rows()``; None leaves it to the
+data-free encoder. The chunks must lie as those of ``rows()`` do."""
+
+
+@dataclass(frozen=True)
+class QuantizedPlan:
+    """What a file will hold beside the tensors themselves."""
+
+    type_name: str
+    """The mixture, for general.file_type and the report."""
+    types: Mapping[str, str]
+    """Tensor name to type."""
+    importance: ImportanceMatrix | None = None
+    effort: str = "default"
+    method: str = "rtn"
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    """Goes into the file as JSON (edgellm.quantize.recipe)."""
+    calibration_hash: str | None = None
+    calibration_tokens: int = 0
+    encode: Encode | None = None
+    """Codes that something else has chosen (error feedback)."""
+    overridden: frozenset[str] = frozenset()
+
+
+def write_quantized_gguf(
+    source: Path,
+    out: Path,
+    type_name: str,
+    *,
+    importance: ImportanceMatrix | None = None,
+    overrides: Sequence[tuple[str, str]] = (),
+    effort: str = "default",
+    on_progress: Callable[[QuantizeProgress], None] | None = None,
+    dry_run: bool = False,
+) -> QuantizeReport:
+    """Quantize a Hugging Face folder or GGUF file without calibration: the mixture's types, searched scales.
+
+    ``importance`` weights errors by column and turns on what mixtures do with one; ``overrides`` are (regular
+    expression, type). Errors: UsageError for unknown names, BadInputError for a source that cannot be used,
+    OutputError when the file cannot be written; then nothing is left behind. ``dry_run`` writes nothing.
+    """
+    model = open_gguf_source(source)
+    try:
+        mixture = choose_types(
+            type_name,
+            {tensor.name: tensor.shape for tensor in model.tensors},
+            model.shape,
+            has_imatrix=importance is not None,
+            overrides=overrides,
+        )
+        model.notices.extend(mixture.notices())
+        plan = QuantizedPlan(
+            type_name,
+            mixture.tensors,
+            importance,
+            effort,
+            recipe=_recipe(mixture, effort, importance, overrides),
+            overridden=frozenset(mixture.overridden),
+        )
+        return write_planned_gguf(model, out, plan, on_progress=on_progress, dry_run=dry_run)
+    finally:
+        model.close()
+
+
+def _recipe(
+    mixture: Mixture,
+    effort: str,
+    importance: ImportanceMatrix | None,
+    overrides: Sequence[tuple[str, str]],
+) -> dict[str, Any]:
+    recipe: dict[str, Any] = {"type": mixture.type_name, "method": "rtn", "effort": effort}
+    recipe["imatrix"] = importance is not None
+    if overrides:
+        recipe["tensor_types"] = [list(pair) for pair in overrides]
+    return recipe
+
+
+def write_planned_gguf(
+    model: GGUFSource,
+    out: Path,
+    plan: QuantizedPlan,
+    *,
+    on_progress: Callable[[QuantizeProgress], None] | None = None,
+    dry_run: bool = False,
+) -> QuantizeReport:
+    """Write ``model`` with the types of ``plan``. The source stays open. Errors as write_quantized_gguf.
+
+    Every block is decoded as it is written, its error measured, and refused if a value is not finite; the
+    file is then compared with what was written before it gets its name.
+    """
+    start = time.perf_counter()
+    notices = list(model.notices)
+    _say_requantized(model, plan, notices)
+    if dry_run:
+        return _report(model, out, plan, notices, {}, _planned_bytes(model, plan), start, dry_run=True)
+    total = max(1, model.num_weights)
+    done = 0
+    outcomes: dict[str, _Outcome] = {}
+
+    def step(tensor: SourceTensor, weights: int) -> None:
+        nonlocal done
+        done += weights
+        if on_progress is not None:
+            on_progress(QuantizeProgress("writing", min(1.0, done / total), tensor.name))
+
+    planned = [_plan_tensor(tensor, plan, outcomes, notices, step) for tensor in model.tensors]
+    nbytes = write_gguf_file(Path(out), _metadata(model, plan), planned)
+    return _report(model, out, plan, notices, outcomes, nbytes, start, dry_run=False)
+
+
+@dataclass
+class _Outcome:
+    """What became of one tensor."""
+
+    method: str
+    squared_error: float = 0.0
+    squares: float = 0.0
+    seconds: float = 0.0
+    clipped: int = 0
+
+    @property
+    def relative_error(self) -> float | None:
+        if self.method == "copy":
+            return None
+        return self.squared_error / self.squares if self.squares > 0 else 0.0
+
+
+def _nbytes(shape: tuple[int, ...], kind: str) -> int:
+    if kind in DENSE_BYTES:
+        return math.prod(shape) * DENSE_BYTES[kind]
+    return GGML_TYPES_BY_NAME[kind].row_bytes(shape[-1]) * math.prod(shape[:-1])
+
+
+def _planned_bytes(model: GGUFSource, plan: QuantizedPlan) -> int:
+    return sum(-(-_nbytes(tensor.shape, plan.types[tensor.name]) // 32) * 32 for tensor in model.tensors)
+
+
+def _plan_tensor(
+    tensor: SourceTensor,
+    plan: QuantizedPlan,
+    outcomes: dict[str, _Outcome],
+    notices: list[Notice],
+    step: Callable[[SourceTensor, int], None],
+) -> PlannedTensor:
+    kind = plan.types[tensor.name]
+
+    def chunks() -> Iterator[Array]:
+        start = time.perf_counter()
+        outcome = outcomes[tensor.name] = _Outcome("copy" if kind == tensor.source_type else plan.method)
+        if kind in DENSE_BYTES:
+            outcome.method = "copy"
+            stream: Iterator[Array] = (cast_dense(rows, kind, tensor.file_name) for rows in tensor.rows())
+        elif kind == tensor.source_type and tensor.raw is not None:
+            stream = iter(tensor.raw())
+        else:
+            stream = _encoded(tensor, kind, plan, outcome)
+        for chunk in stream:
+            yield chunk
+            step(tensor, int(chunk.nbytes * math.prod(tensor.shape) / max(1, _nbytes(tensor.shape, kind))))
+        outcome.seconds = time.perf_counter() - start
+        if outcome.clipped:
+            detail = (
+                f"tensor {tensor.name}: {outcome.clipped} weights are beyond the range of {kind}: clipped"
+            )
+            notices.append(Notice("weights_clipped", detail))
+
+    return PlannedTensor(tensor.name, tensor.shape, kind, _nbytes(tensor.shape, kind), chunks)
+
+
+def _encoded(tensor: SourceTensor, kind: str, plan: QuantizedPlan, outcome: _Outcome) -> Iterator[Array]:
+    """The rows' bytes in a block type, each chunk decoded again and measured."""
+    weights = None
+    if plan.importance is not None:
+        weights = plan.importance.column_weights(tensor.name, tensor.shape[-1])
+    chosen = plan.encode(tensor, kind) if plan.encode is not None else None
+    if chosen is None:
+        outcome.method = "rtn"
+    for rows in tensor.rows():
+        if chosen is None:
+            encoded = encode_rows(rows, kind, weights, plan.effort)
+            data, outcome.clipped = encoded.data, outcome.clipped + encoded.clipped
+        else:
+            data = next(chosen)
+        outcome.squared_error += _squared_error(tensor, kind, data, rows)
+        outcome.squares += float(np.vdot(rows, rows))
+        yield data
+
+
+def _squared_error(tensor: SourceTensor, kind: str, data: Array, rows: Array) -> float:
+    """Of the decoded bytes against the rows. OutputError if a decoded value is not finite."""
+    import torch
+
+    from edgellm_kernels.ggml_blocks import dequantize
+    from edgellm_kernels.weights import BlockLayout
+
+    decoded = dequantize(torch.from_numpy(data), BlockLayout(kind), rows.shape[1]).numpy()
+    difference = decoded - rows
+    error = float(np.vdot(difference, difference))
+    if not np.isfinite(decoded).all():
+        raise OutputError(f"tensor {tensor.name}: its {kind} bytes decode to values that are not finite")
+    return error
+
+
+def _say_requantized(model: GGUFSource, plan: QuantizedPlan, notices: list[Notice]) -> None:
+    again = [
+        tensor
+        for tensor in model.tensors
+        if tensor.source_type not in DENSE_BYTES
+        and plan.types[tensor.name] != tensor.source_type
+        and is_quantized(tensor.name, tensor.shape)
+    ]
+    if again:
+        kinds = ", ".join(sorted({tensor.source_type for tensor in again}))
+        notices.append(
+            Notice(
+                "requantized",
+                f"{len(again)} tensors of the source are quantized already ({kinds}): their errors stay and "
+                "new ones are added; a source in bf16 or f16 gives a better file",
+            )
+        )
+
+
+def _metadata(model: GGUFSource, plan: QuantizedPlan) -> MetadataTable:
+    table = dict(model.metadata)
+    own: dict[str, GGUFValue] = {
+        "general.file_type": u32(FILE_TYPE_IDS[plan.type_name]),
+        "general.quantization_version": u32(2),
+        "edgellm.version": text(tool_version()),
+        "edgellm.quantize.recipe": text(json.dumps(plan.recipe, sort_keys=True)),
+    }
+    if plan.calibration_hash is not None:
+        own["edgellm.quantize.calibration_hash"] = text(plan.calibration_hash)
+        own["edgellm.quantize.calibration_tokens"] = u32(plan.calibration_tokens)
+    if plan.importance is not None:
+        own["quantize.imatrix.dataset"] = text(", ".join(plan.importance.datasets) or "unknown")
+        own["quantize.imatrix.entries_count"] = u32(len(plan.importance.entries))
+        own["quantize.imatrix.chunks_count"] = u32(plan.importance.chunk_count)
+    return table | own
+
+
+def tool_version() -> str:
+    """Version of edgellm as it is installed."""
+    try:
+        return importlib.metadata.version("edgellm")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _report(
+    model: GGUFSource,
+    out: Path,
+    plan: QuantizedPlan,
+    notices: list[Notice],
+    outcomes: Mapping[str, _Outcome],
+    nbytes: int,
+    start: float,
+    *,
+    dry_run: bool,
+) -> QuantizeReport:
+    tensors = []
+    for tensor in model.tensors:
+        kind = plan.types[tensor.name]
+        outcome = outcomes.get(tensor.name, _Outcome("copy" if kind in DENSE_BYTES else plan.method))
+        tensors.append(
+            TensorReport(
+                tensor.name,
+                kind,
+                tensor.shape,
+                _nbytes(tensor.shape, kind),
+                outcome.relative_error if outcomes else None,
+                outcome.seconds,
+                outcome.method,
+            )
+        )
+    return QuantizeReport(
+        out=Path(out),
+        format="gguf",
+        type_name=plan.type_name,
+        tensors=tuple(tensors),
+        nbytes=nbytes,
+        num_weights=model.num_weights,
+        method=plan.method,
+        calibration_hash=plan.calibration_hash,
+        calibration_tokens=plan.calibration_tokens,
+        seconds=time.perf_counter() - start,
+        peak_bytes=_peak_bytes(),
+        dry_run=dry_run,
+        notices=tuple(notices),
+    )
+
+
+def _peak_bytes() -> int:
+    """Peak resident memory of this process, 0 where the system does not say."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
