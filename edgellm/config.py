@@ -74,9 +74,15 @@ SETTINGS = (
     Setting("device", "choice", "Where the model runs.", "auto", ("auto", "cpu", "cuda")),
     Setting("threads", "integer", "CPU threads; unset is one per physical core.", minimum=1, maximum=4096),
     Setting("ctx", "integer", "Context in tokens; unset is the trained one or what fits.", minimum=1),
-    Setting("kernels", "choice", "Which kernels compute.", "auto", ("auto", "torch"), ("triton", "native")),
+    Setting("kernels", "choice", "Which kernels compute.", "auto", ("auto", "torch", "native"), ("triton",)),
     Setting(
-        "activations", "choice", "Precision of activations.", "auto", ("auto", "exact"), ("int16", "int8")
+        "activations",
+        "choice",
+        "Precision of activations in linears: f32 (exact) or 16-bit integers (int16, native kernels); auto "
+        "is int16 where the kernels have it.",
+        "auto",
+        ("auto", "exact", "int16"),
+        ("int8",),
     ),
     Setting(
         "kv_dtype",
@@ -89,7 +95,7 @@ SETTINGS = (
     Setting(
         "kv_policy",
         "choice",
-        "What goes when the context or its memory is full: nothing (stop), a chat's oldest turns (trim, for a "
+        "What goes when the context or its memory is full: nothing (stop), oldest turns of a chat (trim, for a "
         "chat that is told nothing), or KV that the model then no longer sees (window, budget).",
         "stop",
         ("stop", "trim", "window", "budget"),

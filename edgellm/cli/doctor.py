@@ -118,24 +118,31 @@ def _device() -> Iterator[Finding]:
 def _kernels() -> Iterator[Finding]:
     import torch
 
+    from edgellm_kernels import native_library
     from edgellm_kernels.registry import explain
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for op, phrase in explain(device).items():
         yield Finding(f"kernel {op}", OK, f"{phrase} on {device}")
+    path = native_library.find_library()
+    if path is None:
+        reason = native_library.why_missing()
+        yield Finding("native library", WARNING, f"none, so torch computes, more slowly: {reason}")
+    else:
+        yield Finding("native library", OK, str(path))
 
 
 def _compiler() -> Iterator[Finding]:
     found = next((path for name in ("c++", "g++", "clang++", "cl") if (path := shutil.which(name))), None)
     if found is None:
-        yield Finding("compiler", OK, "no C++ compiler found; this version needs none")
+        yield Finding("compiler", OK, "no C++ compiler found: only building the native kernels needs one")
         return
     try:
         shown = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=10, check=False)
         line = (shown.stdout or shown.stderr).splitlines()[:1]
     except (OSError, subprocess.TimeoutExpired):
         line = []
-    yield Finding("compiler", OK, " ".join([found, *line]) + "; this version needs none")
+    yield Finding("compiler", OK, " ".join([found, *line]) + "; only building the native kernels needs it")
 
 
 def _memory() -> Iterator[Finding]:

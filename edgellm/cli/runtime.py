@@ -160,7 +160,9 @@ def load_runtime(
     tokenizer = load_tokenizer(path, checkpoint.file_format, checkpoint.metadata)
     for notice in getattr(tokenizer, "notices", ()):
         tell(notice)
-    decoder = build_decoder(checkpoint, device=device, kernels=resolved.kernels)
+    decoder = build_decoder(
+        checkpoint, device=device, kernels=resolved.kernels, activations=resolved.activations
+    )
     for notice in decoder.notices:
         tell(notice)
     spec = decoder.spec
@@ -203,7 +205,7 @@ def load_runtime(
             weight_bytes=decoder.weight_bytes,
             kv_bytes=sum(pages.nbytes for pages in storage),
             device=device,
-            kernel_backend="torch",
+            kernel_backend=decoder.kernels.chosen["linear"],
         ),
     )
     info = describe(checkpoint, spec, name, context)

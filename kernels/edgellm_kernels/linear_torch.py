@@ -11,9 +11,10 @@ from edgellm_kernels.operands import Prepared
 from edgellm_kernels.weights import (
     BlockQuantWeight,
     DenseWeight,
+    HeldPart,
     IntWeight,
-    LinearPart,
     LinearWeight,
+    NativeWeight,
     StackedWeight,
 )
 
@@ -26,15 +27,17 @@ def soft_cap(x: torch.Tensor, cap: float | None) -> torch.Tensor:
     return x if cap is None else x.div_(cap).tanh_().mul_(cap)
 
 
-def _float_rows(weight: LinearPart, start: int, end: int) -> torch.Tensor:
+def _float_rows(weight: HeldPart, start: int, end: int) -> torch.Tensor:
     """Rows start to end as floats [rows, K], decoded where they are codes."""
+    if isinstance(weight, NativeWeight):
+        raise TypeError("a weight packed for the native kernels is read by them only")
     if isinstance(weight, IntWeight):
         return dequantize_group_rows(weight, start, end)
     rows = weight.data[start:end]
     return rows if isinstance(weight, DenseWeight) else dequantize(rows, weight.layout, weight.in_features)
 
 
-def _multiply(x: torch.Tensor, weight: LinearPart, out: torch.Tensor) -> None:
+def _multiply(x: torch.Tensor, weight: HeldPart, out: torch.Tensor) -> None:
     """out[...] = x @ weight.T + bias, f32."""
     n, k = weight.shape
     if isinstance(weight, DenseWeight) and weight.data.dtype == x.dtype:
@@ -82,9 +85,11 @@ def lm_head(x: Prepared, weight: LinearWeight, softcap: float | None = None) -> 
 
 
 def embed(
-    token_ids: torch.Tensor, weight: DenseWeight | BlockQuantWeight, scale: float = 1.0
+    token_ids: torch.Tensor, weight: DenseWeight | BlockQuantWeight | NativeWeight, scale: float = 1.0
 ) -> torch.Tensor:
     """See ops.Embed."""
+    if isinstance(weight, NativeWeight):
+        raise TypeError("a weight packed for the native kernels is read by them only")
     if isinstance(weight, DenseWeight):
         rows = weight.data.index_select(0, token_ids).float()
     else:

@@ -15,9 +15,10 @@ import torch
 
 from edgellm_kernels.batch import ForwardBatch, GroupTables, KVStorage
 from edgellm_kernels.kv_scores_torch import block_scores
+from edgellm_kernels.native_library import why_missing
 from edgellm_kernels.operands import HeadShape, Prepared
 from edgellm_kernels.registry import OPS, KernelUnavailableError, choose, explain
-from edgellm_kernels.weights import BlockQuantWeight, DenseWeight, LinearWeight
+from edgellm_kernels.weights import BlockQuantWeight, DenseWeight, LinearWeight, NativeWeight
 
 __all__ = [
     "HeadShape",
@@ -27,12 +28,16 @@ __all__ = [
     "block_scores",
     "explain",
     "load_kernels",
+    "native_missing",
 ]
 
 
 class Embed(Protocol):
     def __call__(
-        self, token_ids: torch.Tensor, weight: DenseWeight | BlockQuantWeight, scale: float = 1.0
+        self,
+        token_ids: torch.Tensor,
+        weight: DenseWeight | BlockQuantWeight | NativeWeight,
+        scale: float = 1.0,
     ) -> torch.Tensor:
         """Rows of the embedding table times ``scale``: int64 [tokens] -> f32 [tokens, hidden]."""
         ...
@@ -138,6 +143,8 @@ class Kernels:
     device: torch.device
     dtype: torch.dtype
     """What linears compute in; norms, rope and attention compute in f32."""
+    activations: str
+    """What linears multiply weights with: exact (the compute type itself) or int16 (native kernels)."""
     chosen: Mapping[str, str]
     """Op -> backend."""
     embed: Embed
@@ -150,18 +157,52 @@ class Kernels:
     lm_head: LmHead
 
 
+def native_missing() -> str:
+    """Why there is no native kernel library; empty where there is one."""
+    return why_missing()
+
+
+ACTIVATIONS = ("auto", "exact", "int16")
+_LINEAR_OPS = ("linear", "gate_up", "lm_head")
+
+
 def load_kernels(
-    device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, preferred: str = "auto"
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    preferred: str = "auto",
+    activations: str = "auto",
 ) -> Kernels:
     """Choose every op's implementation for a device and compute type.
 
-    ``preferred``: auto, torch, triton or native. Raises KernelUnavailableError, naming the op and what there
-    is.
+    ``preferred``: auto, torch, triton or native. ``activations``: exact, int16 (16-bit integers with a scale
+    per 32, native kernels only) or auto: int16 where the kernels have it. Raises KernelUnavailableError,
+    naming the op or the precision and what there is.
     """
     chosen = {op: choose(op, device, dtype, preferred) for op in OPS}
+    precision = _precision(chosen["linear"].backend, activations)
     functions = {op: implementation.load() for op, implementation in chosen.items()}
     for op in ("add_rms_norm", "paged_attention"):
         if chosen[op].backend == "torch":
             functions[op] = partial(functions[op], dtype=dtype)
+    for op in _LINEAR_OPS:
+        if chosen[op].backend == "native":
+            functions[op] = partial(functions[op], exact=precision == "exact")
     backends = {op: implementation.backend for op, implementation in chosen.items()}
-    return Kernels(device=torch.device(device), dtype=dtype, chosen=backends, **functions)
+    return Kernels(
+        device=torch.device(device), dtype=dtype, activations=precision, chosen=backends, **functions
+    )
+
+
+def _precision(backend: str, activations: str) -> str:
+    """exact or int16. KernelUnavailableError for what the linears of this backend do not have."""
+    if activations not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise KernelUnavailableError(f"activations cannot be {activations!r}: choose {known}")
+    if backend == "native":
+        return "exact" if activations == "exact" else "int16"
+    if activations == "int16":
+        raise KernelUnavailableError(
+            f"int16 activations need the native kernels, and {backend} kernels compute here: "
+            "choose activations auto or exact"
+        )
+    return "exact"

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from edgellm_kernels.native_library import load_library, why_missing
+
 OPS = (
     "embed",
     "add_rms_norm",
@@ -52,7 +54,15 @@ def _torch(op: str, module: str) -> Implementation:
     return Implementation(op, "torch", ("cpu", "cuda"), dtypes, f"edgellm_kernels.{module}", op)
 
 
+def _native(op: str, module: str) -> Implementation:
+    return Implementation(op, "native", ("cpu",), (torch.float32,), f"edgellm_kernels.{module}", op)
+
+
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    _native("embed", "linear_native"),
+    _native("linear", "linear_native"),
+    _native("gate_up", "linear_native"),
+    _native("lm_head", "linear_native"),
     _torch("embed", "linear_torch"),
     _torch("add_rms_norm", "norm_torch"),
     _torch("linear", "linear_torch"),
@@ -70,6 +80,8 @@ def available(
     """The implementations of an op that can run there, the preferred one first."""
     kind = torch.device(device).type
     found = [i for i in IMPLEMENTATIONS if i.op == op and kind in i.devices and dtype in i.dtypes]
+    if any(i.backend == "native" for i in found) and load_library() is None:
+        found = [i for i in found if i.backend != "native"]
     return sorted(found, key=lambda i: BACKENDS.index(i.backend))
 
 
@@ -89,6 +101,9 @@ def choose(
     there = ", ".join(i.backend for i in found) or "nothing"
     wanted = "kernels" if preferred == "auto" else f"{preferred} kernels"
     type_name = str(dtype).removeprefix("torch.")
+    reason = why_missing() if preferred == "native" and torch.device(device).type == "cpu" else ""
+    if reason:
+        raise KernelUnavailableError(f"there is no native kernel library: {reason}")
     raise KernelUnavailableError(
         f"no {wanted} for {op} on {torch.device(device).type} in {type_name}; available: {there}"
     )

@@ -148,8 +148,32 @@ class Int8Weight(IntWeight):
     layout = CodeLayout.BYTES
 
 
+@dataclass(frozen=True)
+class NativeWeight:
+    """A weight packed for the native library: eight rows of the file interleaved (native/packed.h)."""
+
+    data: torch.Tensor
+    """uint8 [bytes]: the file's size, rows rounded up to a multiple of 8."""
+    type_id: int
+    """The type of the file's blocks, or of dense values, as in ggml_types."""
+    out_features: int
+    in_features: int
+    bias: torch.Tensor | None = None
+    """[N] f32"""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.out_features, self.in_features
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + (self.bias.nbytes if self.bias is not None else 0)
+
+
 LinearPart: TypeAlias = DenseWeight | BlockQuantWeight | Int4Weight | Int8Weight
 """One matrix of a file."""
+HeldPart: TypeAlias = LinearPart | NativeWeight
+"""One matrix, as in a file or packed."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +183,7 @@ class StackedWeight:
     ``prepare`` joins the parts where their forms are equal; where they differ a backend runs them one by one.
     """
 
-    parts: tuple[LinearPart, ...]
+    parts: tuple[HeldPart, ...]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -170,7 +194,7 @@ class StackedWeight:
         return sum(part.nbytes for part in self.parts)
 
 
-LinearWeight: TypeAlias = LinearPart | StackedWeight
+LinearWeight: TypeAlias = HeldPart | StackedWeight
 """ExpertWeights is a reserved name."""
 
 
@@ -180,19 +204,21 @@ def dense_bytes(weight: LinearWeight, dtype: torch.dtype = torch.float32) -> int
     return rows * columns * dtype.itemsize + rows * 4
 
 
-def _float_data(part: LinearPart, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _float_data(part: HeldPart, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """[N, K] in ``dtype``; the very tensor of the file (no copy) where it has that type already."""
     from edgellm_kernels.ggml_blocks import dequantize
     from edgellm_kernels.int_groups import dequantize_groups
 
     if isinstance(part, DenseWeight):
         return part.data.to(device=device, dtype=dtype)
+    if isinstance(part, NativeWeight):
+        raise TypeError("a packed weight is not prepared again")
     if isinstance(part, IntWeight):
         return dequantize_groups(part, dtype).to(device)
     return dequantize(part.data.to(device), part.layout, part.in_features).to(dtype)
 
 
-def _move(part: LinearPart, device: torch.device) -> LinearPart:
+def _move(part: HeldPart, device: torch.device) -> HeldPart:
     bias = None if part.bias is None else part.bias.to(device=device, dtype=torch.float32)
     if isinstance(part, IntWeight):
         return replace(
@@ -206,7 +232,7 @@ def _move(part: LinearPart, device: torch.device) -> LinearPart:
     return replace(part, data=part.data.to(device), bias=bias)
 
 
-def _join_dense(parts: Sequence[LinearPart], dtype: torch.dtype, device: torch.device) -> DenseWeight:
+def _join_dense(parts: Sequence[HeldPart], dtype: torch.dtype, device: torch.device) -> DenseWeight:
     """The parts' rows one after another, converted part by part: scratch memory is one part's, not all
     parts'.
     """
@@ -225,6 +251,12 @@ def _join_dense(parts: Sequence[LinearPart], dtype: torch.dtype, device: torch.d
     return DenseWeight(data, bias)
 
 
+def _packed(weight: LinearWeight) -> LinearWeight:
+    from edgellm_kernels.native_packing import pack_weight
+
+    return pack_weight(weight)
+
+
 def prepare(
     weight: LinearWeight,
     device: torch.device | str = "cpu",
@@ -239,7 +271,8 @@ def prepare(
         decoded. hold: ``dense`` decodes to ``dtype`` once and joins stacked parts into one matrix. ``blocks``
         keeps the file's
             bytes (on the CPU they stay in the mapped file) and the op decodes them at every call; parts are
-            then left apart, since joining would copy the file into memory for no gain.
+            then left apart, since joining would copy the file into memory for no gain. ``native`` packs the
+            file's blocks for the native library: CPU and f32 only, about the file's size.
         dtype: what the torch ops compute in.
 
     Decoding a prepared weight gives the same f32 bits as decoding the file. Raises ValueError for parts that
@@ -248,16 +281,20 @@ def prepare(
     device = torch.device(device)
     if op not in ("linear", "gate_up", "lm_head", "embed"):
         raise ValueError(f"no op {op!r} takes a weight")
-    if hold not in ("dense", "blocks"):
-        raise ValueError(f"hold must be dense or blocks, not {hold!r}")
+    if hold not in ("dense", "blocks", "native"):
+        raise ValueError(f"hold must be dense, blocks or native, not {hold!r}")
     if isinstance(weight, StackedWeight):
         widths = {part.shape[1] for part in weight.parts}
         if len(widths) != 1:
             raise ValueError(f"stacked weights must share in_features, not {sorted(widths)}")
+        if hold == "native":
+            return _packed(weight)
         if hold == "blocks":
             return StackedWeight(tuple(_move(part, device) for part in weight.parts))
         return _join_dense(weight.parts, dtype, device)
     if op == "embed" or hold == "blocks":
         return _move(weight, device)
+    if hold == "native":
+        return _packed(weight)
     bias = None if weight.bias is None else weight.bias.to(device=device, dtype=torch.float32)
     return DenseWeight(_float_data(weight, dtype, device), bias)

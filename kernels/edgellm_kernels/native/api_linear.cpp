@@ -1,6 +1,7 @@
 #include "api_linear.h"
 
 #include "activations.h"
+#include "gate.h"
 #include "linear.h"
 #include "packed.h"
 #include "thread_pool.h"
@@ -62,6 +63,20 @@ int edgellm_decode_rows(void* pool, int32_t format, const void* data, int64_t n,
   const PackedWeight weight = packed(format, data, n, k, nullptr);
   return guarded([&] {
     static_cast<Pool*>(pool)->parallel_for(count, [&](int64_t i) { decode_row(weight, ids[i], scale, out + i * k); });
+    return kOk;
+  });
+}
+
+int edgellm_gate(void* pool, int32_t activation, const float* gate_up, int64_t rows, int64_t n, float* out, void* blocks) {
+  if (rows < 0 || n <= 0 || activation < 0 || activation > 1) return kBadArgument;
+  if (blocks != nullptr && n % kActivationBlock != 0) return kBadArgument;
+  return guarded([&] {
+    static_cast<Pool*>(pool)->parallel_for(rows, [&](int64_t row) {
+      const float* gate = gate_up + row * 2 * n;
+      gate_row(static_cast<Activation>(activation), gate, gate + n, n, out + row * n);
+      if (blocks != nullptr)
+        quantize_row(out + row * n, n, static_cast<ActivationBlock*>(blocks) + row * (n / kActivationBlock));
+    });
     return kOk;
   });
 }

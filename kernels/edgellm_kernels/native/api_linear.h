@@ -12,3 +12,6 @@ EDGELLM_API int edgellm_quantize(void* pool, const float* x, int64_t rows, int64
 EDGELLM_API int edgellm_linear(void* pool, int32_t format, const void* weight, int64_t n, int64_t k, const float* bias, const float* x, const void* blocks, int64_t rows, float* out, int64_t stride, const float* add);
 // Rows ids[i] of a packed weight as f32 [count][k], times scale. An id outside 0 .. n - 1 is a bad argument.
 EDGELLM_API int edgellm_decode_rows(void* pool, int32_t format, const void* weight, int64_t n, int64_t k, const int64_t* ids, int64_t count, float scale, float* out);
+// gate_up f32 [rows][2 n], gate and up beside each other -> out [rows][n] = activation(gate) * up, and, unless null,
+// its blocks as of edgellm_quantize. activation: 0 silu, 1 gelu with tanh.
+EDGELLM_API int edgellm_gate(void* pool, int32_t activation, const float* gate_up, int64_t rows, int64_t n, float* out, void* blocks);

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from edgellm_kernels.ops import Kernels, KernelUnavailableError, load_kernels
+from edgellm_kernels.ops import Kernels, KernelUnavailableError, load_kernels, native_missing
 from edgellm_kernels.weights import (
     IntWeight,
     LinearPart,
@@ -25,7 +25,7 @@ from edgellm_models.network.layers import LayerWeights
 from edgellm_models.network.spec import ModelSpec, RopeSpec
 from edgellm_models.network.spec_checks import MAX_FACTOR, MIN_FACTOR
 
-_HOLDS = ("auto", "dense", "blocks")
+_HOLDS = ("auto", "native", "dense", "blocks")
 
 
 def build_decoder(
@@ -35,13 +35,16 @@ def build_decoder(
     dtype: torch.dtype = torch.float32,
     hold: str = "auto",
     kernels: str = "auto",
+    activations: str = "auto",
 ) -> Decoder:
     """Load a model's weights, tensor by tensor: peak memory is the final size and one tensor.
 
     Args:
         dtype: what linears compute in, float32 or bfloat16. The residual stream is f32 in any case.
-        hold: ``dense`` (decoded once), ``blocks`` (decoded at every call: slow, small) or ``auto`` by the
-        free memory. kernels: auto, torch, triton or native.
+        hold: ``native`` (packed for the native kernels: the file's size), ``dense`` (decoded once),
+            ``blocks`` (decoded at every call: slow, small) or ``auto``: native with native kernels, else by
+            the free memory. With dense or blocks, auto kernels are torch's.
+        kernels: auto, torch, triton or native. activations: auto, exact or int16, see ops.load_kernels.
 
     Raises:
         BadInputError: the file lacks a tensor or one has another shape than the model's sizes ask for.
@@ -50,14 +53,26 @@ def build_decoder(
     if hold not in _HOLDS:
         raise ValueError(f"hold must be one of {', '.join(_HOLDS)}, not {hold!r}")
     spec = read_spec(checkpoint.file_format, checkpoint.metadata, checkpoint.tensors())
+    missing = ""
+    if kernels == "auto" and torch.device(device).type == "cpu":
+        if hold in ("dense", "blocks"):
+            kernels = "torch"
+        elif dtype == torch.float32:
+            missing = native_missing()
     try:
-        chosen = load_kernels(device, dtype, kernels)
+        chosen = load_kernels(device, dtype, kernels, activations)
     except KernelUnavailableError as error:
         raise ResourceError(str(error)) from error
     loader = _Loader(checkpoint, spec, chosen)
+    if missing:
+        detail = f"torch computes, more slowly, since there is no native kernel library: {missing}"
+        loader.notices.append(Notice("native_kernels_missing", detail))
     needed = loader.check()
     free = free_memory_bytes() if chosen.device.type == "cpu" else None
-    loader.hold = choose_hold(hold, needed, free)
+    is_native = chosen.chosen["linear"] == "native"
+    if is_native != (hold == "native") and hold != "auto":
+        raise ValueError(f"{chosen.chosen['linear']} kernels do not compute with weights held as {hold!r}")
+    loader.hold = "native" if is_native else choose_hold(hold, needed, free)
     if loader.hold == "blocks" and hold == "auto":
         assert free is not None
         detail = (
@@ -72,6 +87,41 @@ def build_decoder(
     decoder = Decoder(spec, weights, chosen, [*checkpoint.notices, *loader.notices])
     decoder.notices += (loader.form_notice(decoder.weight_bytes),)
     return decoder
+
+
+class LayerLoader:
+    """Loads single layers of a model as dense f32, for tools that never hold the whole of it."""
+
+    def __init__(self, checkpoint: Checkpoint, *, device: torch.device | str = "cpu") -> None:
+        """Checks every tensor's shape at once. Raises what ``build_decoder`` raises."""
+        spec = read_spec(checkpoint.file_format, checkpoint.metadata, checkpoint.tensors())
+        self.kernels = load_kernels(device, torch.float32, "torch")
+        self._loader = _Loader(checkpoint, spec, self.kernels)
+        self._loader.check()
+        self.spec = replace(
+            spec, ropes=tuple(self._loader.rope(rope, i) for i, rope in enumerate(spec.ropes))
+        )
+        """The model's shape, with the rotary factors that a GGUF keeps in tensors."""
+
+    def linears(self, layer: int) -> dict[str, tuple[int, int]]:
+        """The layer's matrices by stem, as the file has them (q, k, v fused or apart): [N, K] of each."""
+        return self._loader._linears(layer)
+
+    def layer(self, layer: int) -> LayerWeights:
+        """One layer's weights; q and k rows in half-split rotary order."""
+        return self._loader._layer(layer)
+
+    def embedding(self) -> LinearPart:
+        """The embedding in the form of the file: [vocab, hidden]."""
+        return self._loader._weight("token_embd")
+
+    def head(self) -> LinearWeight:
+        """The output head in the form of the file, the embedding where they are tied: [vocab, hidden]."""
+        return self.embedding() if self.spec.tied_embeddings else self._loader._weight("output")
+
+    def output_norm(self) -> torch.Tensor:
+        """The gain of the last norm: [hidden]."""
+        return self._loader._gain("output_norm")
 
 
 @contextmanager
@@ -292,6 +342,8 @@ class _Loader:
     def form_notice(self, weight_bytes: int) -> Notice:
         """In which form the weights are held and computed with: a line for the log."""
         compute = {torch.float32: "f32", torch.bfloat16: "bf16"}[self.kernels.dtype]
+        if self.kernels.activations == "int16":
+            compute = "16-bit integers"
         held = f"held as {compute}" if self.hold == "dense" else "held as in the file"
         detail = (
             f"weights of type {', '.join(sorted(self.file_types))} are {held} ({weight_bytes / 1e6:.0f} MB, "

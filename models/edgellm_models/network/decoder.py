@@ -9,7 +9,7 @@ import torch
 
 from edgellm_kernels.batch import ForwardBatch, KVStorage
 from edgellm_kernels.ops import Kernels
-from edgellm_kernels.weights import BlockQuantWeight, DenseWeight, LinearWeight
+from edgellm_kernels.weights import BlockQuantWeight, DenseWeight, LinearWeight, NativeWeight
 from edgellm_models.errors import Notice
 from edgellm_models.network.layers import GroupState, LayerWeights, attention, feed_forward
 from edgellm_models.network.rope import Rope
@@ -20,7 +20,7 @@ from edgellm_models.network.spec import ModelSpec
 class DecoderWeights:
     """All weights of a model, ready for the kernels."""
 
-    embedding: DenseWeight | BlockQuantWeight
+    embedding: DenseWeight | BlockQuantWeight | NativeWeight
     """[vocab, hidden]"""
     layers: tuple[LayerWeights, ...]
     output_norm: torch.Tensor
@@ -141,7 +141,7 @@ class Decoder:
 
 def _weight_bytes(weights: DecoderWeights) -> int:
     total = weights.embedding.nbytes + weights.output_norm.nbytes
-    shared = isinstance(weights.head, DenseWeight | BlockQuantWeight) and (
+    shared = isinstance(weights.head, DenseWeight | BlockQuantWeight | NativeWeight) and (
         weights.head.data.data_ptr() == weights.embedding.data.data_ptr()
     )
     total += 0 if shared else weights.head.nbytes
