@@ -154,7 +154,8 @@ def _f16_bytes(values: Array) -> Array:
 
 
 def _f16_values(data: Array) -> Array:
-    return np.ascontiguousarray(data).view("<f2").astype(np.float32).reshape(-1)
+    values: Array = np.ascontiguousarray(data).view("<f2").astype(np.float32).reshape(-1)
+    return values
 
 
 def _join_nibbles(codes: Array, span: int) -> Array:

@@ -235,7 +235,7 @@ def _say_requantized(model: GGUFSource, plan: QuantizedPlan, notices: list[Notic
         tensor
         for tensor in model.tensors
         if tensor.source_type not in DENSE_BYTES
-        and plan.types[tensor.name] != tensor.source_type
+        and plan.types[tensor.name] not in (tensor.source_type, *DENSE_BYTES)
         and is_quantized(tensor.name, tensor.shape)
     ]
     if again:
