@@ -173,8 +173,8 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     ),
     # No torch when imported: only functions that measure load it.
     "edgellm.bench": (
-        {"edgellm.contracts", "edgellm.engine", "edgellm_models.errors"},
-        {"torch", "numpy", "xllamacpp"},
+        {"edgellm.contracts", "edgellm.planning.roofline", "edgellm_models.errors"},
+        {"torch", "xllamacpp"},
     ),
     "edgellm.bench.natural_text": ({"edgellm_models.errors"}, set()),
     "edgellm.evaluate": (

@@ -1,4 +1,4 @@
-"""Natural text for measurements, the same on every machine with one Python: its language reference and sources.
+"""Natural text for measurements, the same wherever Python is the same: its language reference and sources.
 
 Both come with every Python (PSF licence). Random tokens would not do: they make acceptance of drafts, entropy
 and cache reuse unlike anything that people ask.

@@ -35,10 +35,12 @@ COMMANDS = {
     "complete": CommandRow("edgellm.cli.complete", "Continue a text, without a chat template."),
     "tokenize": CommandRow("edgellm.cli.tokenize_text", "Show the token ids of a text."),
     "eval": CommandRow("edgellm.cli.evaluate_text", "Score a text: perplexity, KL divergence."),
+    "bench": CommandRow("edgellm.cli.bench", "Measure speed, latency, bandwidth and memory."),
     "pull": CommandRow("edgellm.cli.pull", "Fetch a model, with resume and verification."),
     "list": CommandRow("edgellm.cli.list_models", "List the models of the catalog and those that are here."),
     "show": CommandRow("edgellm.cli.show", "Describe a model: metadata, bits per weight, memory needed."),
     "plan": CommandRow("edgellm.cli.plan", "Say what a model needs and how fast it can be."),
+    "quantize": CommandRow("edgellm.cli.quantize", "Write a model in fewer bits: GGUF, GPTQ, AWQ."),
     "rm": CommandRow("edgellm.cli.remove", "Delete a pulled model."),
     "doctor": CommandRow("edgellm.cli.doctor", "Check this machine and installation."),
     "config": CommandRow("edgellm.cli.config_commands", "Show settings and where each comes from."),
@@ -46,7 +48,7 @@ COMMANDS = {
 }
 """In the order of the help."""
 
-PLANNED = ("serve", "quantize", "bench", "ps", "stop", "history")
+PLANNED = ("serve", "ps", "stop", "history")
 """Commands of the published interface that are not in this version."""
 
 EXAMPLES = (

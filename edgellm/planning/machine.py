@@ -18,12 +18,14 @@ def free_memory() -> int | None:
     return free_memory_bytes()
 
 
-def read_bandwidth() -> float:
-    """10^9 bytes per second that all available cores read together: the best of three readings of 256 MiB."""
+def read_bandwidth(num_bytes: int = MEASURED_BYTES) -> float:
+    """10^9 bytes per second that all available cores read together: the best of three readings of a buffer of
+    ``num_bytes``.
+    """
     import numpy as np
 
     cores = max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    words = MEASURED_BYTES // 8
+    words = num_bytes // 8
     data = np.ones(words, dtype=np.float64)
     parts = np.array_split(data, cores)
     best = float("inf")
