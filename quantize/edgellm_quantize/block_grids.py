@@ -161,7 +161,8 @@ def _f16_values(data: Array) -> Array:
 def _join_nibbles(codes: Array, span: int) -> Array:
     """uint8 [n, e] -> [n, e / 2]: of every 2 * span codes the first half low, the second half high."""
     halves = codes.reshape(len(codes), -1, 2, span)
-    return (halves[:, :, 0] | (halves[:, :, 1] << 4)).reshape(len(codes), -1)
+    joined: Array = (halves[:, :, 0] | (halves[:, :, 1] << 4)).reshape(len(codes), -1)
+    return joined
 
 
 def _split_nibbles(data: Array, span: int) -> Array:

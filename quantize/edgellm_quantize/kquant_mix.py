@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -55,6 +56,8 @@ class Fallback:
     wanted: str
     got: str
     columns: int
+    extra_bytes: int
+    """What the tensor takes beyond the bits of ``wanted``; negative where it takes less."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +80,10 @@ class Mixture:
             f"{count} of {wanted} became {got} (rows of {columns})"
             for (wanted, got, columns), count in sorted(kinds.items())
         ]
+        extra = sum(entry.extra_bytes for entry in self.fallbacks)
         detail = (
-            f"{len(self.fallbacks)} tensors have rows that are no multiple of the block: {'; '.join(parts)}"
+            f"{len(self.fallbacks)} of {len(self.tensors)} tensors have rows that are no multiple of their "
+            f"type's block: {'; '.join(parts)}: {extra / 1e6:+,.1f} MB"
         )
         return (Notice("type_fallback", detail),)
 
@@ -116,7 +121,8 @@ def choose_types(
             kind = rules.type_of(name)
         got = fitting_type(kind, dims[-1])
         if got != kind:
-            fallbacks.append(Fallback(name, kind, got, dims[-1]))
+            extra = math.prod(dims) * (_bytes_per_weight(got) - _bytes_per_weight(kind))
+            fallbacks.append(Fallback(name, kind, got, dims[-1], round(extra)))
         chosen[name] = got
     return Mixture(type_name, {name: chosen[name] for name in tensors}, tuple(fallbacks), tuple(overridden))
 
@@ -132,6 +138,11 @@ def fitting_type(kind: str, columns: int) -> str:
         return kind
     smaller = _FALLBACKS.get(kind, kind)
     return smaller if columns % GGML_TYPES_BY_NAME[smaller].block_elements == 0 else "F16"
+
+
+def _bytes_per_weight(kind: str) -> float:
+    entry = GGML_TYPES_BY_NAME[kind]
+    return entry.block_bytes / entry.block_elements
 
 
 def _layer_of(name: str) -> int:

@@ -120,6 +120,7 @@ def write_planned_gguf(
     start = time.perf_counter()
     notices = list(model.notices)
     _say_requantized(model, plan, notices)
+    importance = _column_weights(model, plan, notices)
     if dry_run:
         return _report(model, out, plan, notices, {}, _planned_bytes(model, plan), start, dry_run=True)
     total = max(1, model.num_weights)
@@ -132,7 +133,10 @@ def write_planned_gguf(
         if on_progress is not None:
             on_progress(QuantizeProgress("writing", min(1.0, done / total), tensor.name))
 
-    planned = [_plan_tensor(tensor, plan, outcomes, notices, step) for tensor in model.tensors]
+    planned = [
+        _plan_tensor(tensor, plan, importance.get(tensor.name), outcomes, notices, step)
+        for tensor in model.tensors
+    ]
     nbytes = write_gguf_file(Path(out), _metadata(model, plan), planned)
     return _report(model, out, plan, notices, outcomes, nbytes, start, dry_run=False)
 
@@ -167,6 +171,7 @@ def _planned_bytes(model: GGUFSource, plan: QuantizedPlan) -> int:
 def _plan_tensor(
     tensor: SourceTensor,
     plan: QuantizedPlan,
+    weights: Array | None,
     outcomes: dict[str, _Outcome],
     notices: list[Notice],
     step: Callable[[SourceTensor, int], None],
@@ -182,7 +187,7 @@ def _plan_tensor(
         elif kind == tensor.source_type and tensor.raw is not None:
             stream = iter(tensor.raw())
         else:
-            stream = _encoded(tensor, kind, plan, outcome)
+            stream = _encoded(tensor, kind, plan, weights, outcome)
         for chunk in stream:
             yield chunk
             step(tensor, int(chunk.nbytes * math.prod(tensor.shape) / max(1, _nbytes(tensor.shape, kind))))
@@ -196,11 +201,32 @@ def _plan_tensor(
     return PlannedTensor(tensor.name, tensor.shape, kind, _nbytes(tensor.shape, kind), chunks)
 
 
-def _encoded(tensor: SourceTensor, kind: str, plan: QuantizedPlan, outcome: _Outcome) -> Iterator[Array]:
-    """The rows' bytes in a block type, each chunk decoded again and measured."""
-    weights = None
-    if plan.importance is not None:
+def _column_weights(model: GGUFSource, plan: QuantizedPlan, notices: list[Notice]) -> dict[str, Array]:
+    """Importance by tensor. What has none is told of, a matrix of another model is BadInputError."""
+    if plan.importance is None:
+        return {}
+    found: dict[str, Array] = {}
+    without = []
+    for tensor in model.tensors:
+        if plan.types[tensor.name] in DENSE_BYTES:
+            continue
         weights = plan.importance.column_weights(tensor.name, tensor.shape[-1])
+        if weights is not None and weights.any():
+            found[tensor.name] = weights
+        elif tensor.name not in ("token_embd.weight", "output.weight"):  # never in an importance matrix
+            without.append(tensor.name)
+    if without:
+        detail = (
+            f"{len(without)} tensors have no importance and are rounded without: {', '.join(without[:5])}"
+        )
+        notices.append(Notice("no_importance", detail + (" ..." if len(without) > 5 else "")))
+    return found
+
+
+def _encoded(
+    tensor: SourceTensor, kind: str, plan: QuantizedPlan, weights: Array | None, outcome: _Outcome
+) -> Iterator[Array]:
+    """The rows' bytes in a block type, each chunk decoded again and measured."""
     chosen = plan.encode(tensor, kind) if plan.encode is not None else None
     if chosen is None:
         outcome.method = "rtn"
