@@ -10,6 +10,8 @@ import torch
 
 from edgellm_kernels.ops import Kernels, KernelUnavailableError, load_kernels, native_missing
 from edgellm_kernels.weights import (
+    BlockQuantWeight,
+    DenseWeight,
     IntWeight,
     LinearPart,
     LinearWeight,
@@ -103,17 +105,15 @@ class LayerLoader:
         )
         """The model's shape, with the rotary factors that a GGUF keeps in tensors."""
 
-    def linears(self, layer: int) -> dict[str, tuple[int, int]]:
-        """The layer's matrices by stem, as the file has them (q, k, v fused or apart): [N, K] of each."""
-        return self._loader._linears(layer)
-
     def layer(self, layer: int) -> LayerWeights:
         """One layer's weights; q and k rows in half-split rotary order."""
         return self._loader._layer(layer)
 
-    def embedding(self) -> LinearPart:
+    def embedding(self) -> DenseWeight | BlockQuantWeight:
         """The embedding in the form of the file: [vocab, hidden]."""
-        return self._loader._weight("token_embd")
+        table = self._loader._weight("token_embd")
+        assert isinstance(table, DenseWeight | BlockQuantWeight), "integer grids hold linears only"
+        return table
 
     def head(self) -> LinearWeight:
         """The output head in the form of the file, the embedding where they are tied: [vocab, hidden]."""

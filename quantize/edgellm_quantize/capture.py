@@ -1,0 +1,179 @@
+"""What calibration shows of a layer's linears: runs sequences through it and sums x x^T of every input."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from edgellm_quantize.recipe import LayerStatistics
+
+if TYPE_CHECKING:
+    import torch
+
+    from edgellm_models.network.build import LayerLoader
+    from edgellm_models.network.layers import LayerWeights
+    from edgellm_models.network.plain_block import PlainBatch, PlainBlocks
+
+STAGES = ("qkv", "attn_output", "gate_up", "ffn_down")
+"""The distinct linear inputs of a layer, in the order in which they are computed."""
+STAGE_STEMS = {
+    "qkv": ("attn_qkv", "attn_q", "attn_k", "attn_v"),
+    "attn_output": ("attn_output",),
+    "gate_up": ("ffn_gate", "ffn_up"),
+    "ffn_down": ("ffn_down",),
+}
+"""The linears that share each input, by canonical stem."""
+
+
+@dataclass(frozen=True)
+class StageStatistics:
+    """What was seen at one input."""
+
+    input: LayerStatistics
+    cross: torch.Tensor | None = None
+    """[K, K] f32: the sum of (x - xq) xq^T over tokens, where x is the original model's input and xq the
+    quantized one's; None where the original is not kept."""
+
+
+@dataclass
+class _Part:
+    """The states of some sequences at one point of a layer. Rows are padded, see PlainBatch."""
+
+    batch: PlainBatch
+    rows: torch.Tensor
+    """The rows that are no padding."""
+    hidden: torch.Tensor
+    between: torch.Tensor | None = None
+    """What the current stage left for the next one."""
+
+
+class Stream:
+    """The residual stream of all calibration sequences, moved through the layers stage by stage.
+
+    Holds [rows, hidden] f32 between layers, and within one the input of the output projection besides.
+    """
+
+    def __init__(self, blocks: PlainBlocks, parts: Sequence[tuple[PlainBatch, torch.Tensor]]) -> None:
+        self.blocks = blocks
+        self._parts = [_Part(batch, batch.real_rows(), hidden) for batch, hidden in parts]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(sum(part.batch.lengths) for part in self._parts)
+
+    def inputs(self, stage: str, layer: LayerWeights, index: int) -> Iterator[torch.Tensor]:
+        """The inputs [tokens, K] of a stage, part by part; stages must be asked for in order.
+
+        ``layer`` holds the weights of the stages before as they are to be used.
+        """
+        for part in self._parts:
+            yield self._input(part, stage, layer, index)[part.rows]
+
+    def _input(self, part: _Part, stage: str, layer: LayerWeights, index: int) -> torch.Tensor:
+        if stage == "qkv":
+            return self.blocks.attention_input(part.hidden, layer)
+        if stage == "attn_output":
+            x = self.blocks.attention_input(part.hidden, layer)
+            part.between = self.blocks.attend(x, layer, index, part.batch)
+            return part.between
+        if stage == "gate_up":
+            assert part.between is not None
+            part.hidden = self.blocks.after_attention(part.between, part.hidden, layer)
+            part.between = None
+            return self.blocks.ffn_input(part.hidden, layer)
+        assert stage == "ffn_down", stage
+        return self.blocks.activate(self.blocks.ffn_input(part.hidden, layer), layer)
+
+    def divide(self, scales: torch.Tensor) -> None:
+        """The layer was changed so that the input of the output projection is smaller by these factors."""
+        for part in self._parts:
+            assert part.between is not None
+            part.between /= scales
+
+    def finish(self, layer: LayerWeights) -> None:
+        """The last step of a layer, behind the stage ``ffn_down``: the stream is at the next layer then."""
+        for part in self._parts:
+            activated = self.blocks.activate(self.blocks.ffn_input(part.hidden, layer), layer)
+            part.hidden = self.blocks.after_ffn(activated, part.hidden, layer)
+
+    def forward(self, layer: LayerWeights, index: int) -> None:
+        """The whole layer at once."""
+        for part in self._parts:
+            part.hidden = self.blocks.forward(part.hidden, layer, index, part.batch)
+
+    def state(self) -> list[torch.Tensor]:
+        """The stream between layers, to be stored; ``restore`` takes it."""
+        return [part.hidden for part in self._parts]
+
+    def restore(self, state: Sequence[torch.Tensor]) -> None:
+        for part, hidden in zip(self._parts, state, strict=True):
+            assert part.hidden.shape == hidden.shape
+            part.hidden = hidden
+
+    def copy(self) -> Stream:
+        """A second stream at the same place; the states are shared until one of them moves on."""
+        return Stream(self.blocks, [(part.batch, part.hidden) for part in self._parts])
+
+
+def open_stream(loader: LayerLoader, sequences: Sequence[Sequence[int]], rows_per_part: int) -> Stream:
+    """The embedded sequences, cut into parts of about ``rows_per_part`` rows (one sequence at least)."""
+    import torch
+
+    from edgellm_models.network.plain_block import PlainBatch, PlainBlocks
+
+    embedding = loader.embedding()
+    parts = []
+    length = max(len(sequence) for sequence in sequences)
+    step = max(1, rows_per_part // length)
+    for start in range(0, len(sequences), step):
+        chosen = sequences[start : start + step]
+        longest = max(len(sequence) for sequence in chosen)
+        batch = PlainBatch(tuple(len(sequence) for sequence in chosen), longest)
+        ids = torch.zeros((len(chosen), longest), dtype=torch.int64)
+        for row, sequence in zip(ids, chosen, strict=True):
+            row[: len(sequence)] = torch.tensor(sequence)
+        hidden = loader.kernels.embed(ids.flatten(), embedding, loader.spec.embedding_scale)
+        parts.append((batch, hidden))
+    return Stream(PlainBlocks(loader.spec, loader.kernels), parts)
+
+
+def collect(
+    stage: str,
+    index: int,
+    stream: Stream,
+    layer: LayerWeights,
+    original: tuple[Stream, LayerWeights] | None = None,
+    *,
+    hessian: bool = True,
+) -> StageStatistics:
+    """Sums over all tokens of the inputs of ``stage`` in layer ``index``; moves the streams to that stage.
+
+    Args:
+        stream, layer: the quantized model so far.
+        original: the model as it was, for the cross term.
+        hessian: without it only the mean squares are kept.
+    """
+    import torch
+
+    total: torch.Tensor | None = None
+    cross: torch.Tensor | None = None
+    squares: torch.Tensor | None = None
+    tokens = 0
+    reference = iter(original[0].inputs(stage, original[1], index)) if original else None
+    for x in stream.inputs(stage, layer, index):
+        tokens += len(x)
+        squared = x.double().square().sum(0)
+        squares = squared if squares is None else squares + squared
+        wanted = next(reference) if reference is not None else None
+        if not hessian:
+            continue
+        if total is None:
+            total = torch.zeros((x.shape[1], x.shape[1]))
+            cross = torch.zeros_like(total) if reference is not None else None
+        total.addmm_(x.t(), x)
+        if wanted is not None and cross is not None:
+            cross.addmm_((wanted - x).t(), x)
+    assert squares is not None
+    mean = (squares / max(1, tokens)).float()
+    return StageStatistics(LayerStatistics(total, mean, tokens), cross)

@@ -1,0 +1,298 @@
+"""One decoder layer through the core: each input is collected, the linears that read it are rounded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from edgellm_models.errors import BadInputError, Notice
+from edgellm_quantize.awq import search_scales
+from edgellm_quantize.capture import STAGE_STEMS, STAGES, StageStatistics, Stream, collect
+from edgellm_quantize.folding import CheckpointTensors, expand, fold, source_rows
+from edgellm_quantize.grids import Grid, IntegerGrid, dequantize, f16_scale
+from edgellm_quantize.overlay import OverlayCheckpoint
+from edgellm_quantize.recipe import LayerOutcome, LayerStatistics, QuantizedLinear
+from edgellm_quantize.rounding import (
+    RoundingOptions,
+    asymmetric_target,
+    gptq,
+    importance_of,
+    output_error,
+    round_nearest,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from edgellm_kernels.weights import BlockQuantWeight
+    from edgellm_models.checkpoint.reader import Checkpoint
+    from edgellm_models.network.build import LayerLoader
+
+
+@dataclass(frozen=True)
+class CorePlan:
+    """What the core does with every layer."""
+
+    grids: Mapping[str, Grid]
+    """Canonical weight name -> what it is rounded to. Linears that are not named stay as they are."""
+    method: str = "gptq"
+    """rtn, gptq, or awq: factors folded into the layer, then gptq."""
+    options: RoundingOptions = field(default_factory=RoundingOptions)
+    asymmetric_share: float = 0.25
+    """How far weights make up for what earlier layers lost (rounding.asymmetric_target); 0 keeps no second
+    stream."""
+    awq_ratios: int = 20
+
+
+@dataclass
+class LayerResult:
+    """One layer after the core."""
+
+    outcomes: dict[str, LayerOutcome] = field(default_factory=dict)
+    """By canonical weight name."""
+    changed: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Tensors that stay dense and that folding changed: f32, in the conventions of the source file."""
+    imatrix: dict[str, LayerStatistics] = field(default_factory=dict)
+    """What was seen, by canonical weight name, without Hessians."""
+
+
+class LayerRounding:
+    """Works on one layer; see ``quantize_layer``."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        loader: LayerLoader,
+        plan: CorePlan,
+        index: int,
+        on_stage: Callable[[int], None],
+    ) -> None:
+        self.plan = plan
+        self.index = index
+        self.spec = loader.spec
+        self.on_stage = on_stage
+        self.result = LayerResult()
+        self._original = loader
+        self._overlay = OverlayCheckpoint(checkpoint)
+        self._tensors = CheckpointTensors(self._overlay)
+        # A loader over the overlay shows the layer as it is by now.
+        self._loader = type(loader)(self._overlay)
+        self._prefix = f"blk.{index}."
+        _check_finite(checkpoint, self._prefix)
+
+    def run(self, stream: Stream | None, original: Stream | None) -> LayerResult:
+        """Round all linears; moves the streams behind the layer."""
+        reference = None
+        if original is not None:
+            reference = (original, self._original.layer(self.index))
+        for number, stage in enumerate(STAGES):
+            self.on_stage(number)
+            names = self._names(stage)
+            seen = None
+            if stream is not None:
+                seen = collect(
+                    stage,
+                    self.index,
+                    stream,
+                    self._loader.layer(self.index),
+                    reference,
+                    hessian=self.plan.method != "rtn" and bool(names),
+                )
+                self._remember(stage, seen)
+            if names:
+                self._round_stage(stage, names, seen, stream)
+        if stream is not None:
+            stream.finish(self._loader.layer(self.index))
+        if reference is not None:
+            reference[0].finish(reference[1])
+        for name, value in self._overlay.replaced.items():
+            if name not in self.result.outcomes:
+                self.result.changed[name] = value
+        return self.result
+
+    def _names(self, stage: str) -> list[str]:
+        names = [f"{self._prefix}{stem}.weight" for stem in STAGE_STEMS[stage]]
+        return [name for name in names if name in self.plan.grids]
+
+    def _remember(self, stage: str, seen: StageStatistics) -> None:
+        for stem in STAGE_STEMS[stage]:
+            name = f"{self._prefix}{stem}.weight"
+            if self._overlay.has(name):
+                self.result.imatrix[name] = LayerStatistics(
+                    None, seen.input.imatrix.clone(), seen.input.tokens
+                )
+
+    def _round_stage(
+        self, stage: str, names: Sequence[str], seen: StageStatistics | None, stream: Stream | None
+    ) -> None:
+        method = self.plan.method
+        if seen is not None and method == "awq":
+            assert stream is not None
+            folded = self._fold(stage, names, seen, stream)
+            if folded is not None:
+                seen, method = folded, "awq+gptq"
+        begun = time.monotonic()
+        hessian = None if seen is None else seen.input.hessian
+        cross = None if seen is None else seen.cross
+        # Linears with one grid are rounded together: their rows are independent, the factorization is one.
+        by_grid: dict[Grid, list[str]] = {}
+        for name in names:
+            by_grid.setdefault(self.plan.grids[name], []).append(name)
+        for grid, members in by_grid.items():
+            matrices = [self._tensors.matrix(name).float() for name in members]
+            weight = _stacked(matrices)
+            if hessian is not None and method != "rtn":
+                target = weight
+                if cross is not None and self.plan.asymmetric_share:
+                    target = asymmetric_target(
+                        weight, hessian, cross, self.plan.asymmetric_share, self.plan.options.damping
+                    )
+                found = gptq(target, hessian, grid, self.plan.options)
+            else:
+                importance = None if seen is None else importance_of(seen.input.imatrix)
+                found = round_nearest(weight, grid, importance, self.plan.options.candidates)
+            done = found.method if found.method == "rtn" or method != "awq+gptq" else method
+            seconds = time.monotonic() - begun
+            start = 0
+            for name, matrix in zip(members, matrices, strict=True):
+                rows = slice(start, start + len(matrix))
+                start += len(matrix)
+                values = found.values[rows]
+                error = output_error(matrix, values, hessian)
+                self.result.outcomes[name] = LayerOutcome(
+                    name,
+                    _rows(found.weight, rows),
+                    error,
+                    seconds * len(matrix) / len(weight),
+                    done,
+                    tuple(Notice(note.kind, f"{name}: {note.detail}") for note in found.notices),
+                )
+                self._overlay.replaced[name] = values.contiguous()
+            begun = time.monotonic()
+
+    def _fold(
+        self, stage: str, names: Sequence[str], seen: StageStatistics, stream: Stream
+    ) -> StageStatistics | None:
+        """Search factors for a stage and put them in; None where nothing may change or be better."""
+        hessian = seen.input.hessian
+        grids = {self.plan.grids[name] for name in names}
+        stems = [stem for stem in STAGE_STEMS[stage] if self._overlay.has(f"{self._prefix}{stem}.weight")]
+        if hessian is None or len(grids) != 1 or len(stems) != len(names):
+            return None
+        grid = next(iter(grids))
+        source = None
+        if stage in ("attn_output", "ffn_down"):
+            stem, rows = source_rows(self._tensors, self.spec, self.index, stage)
+            source = self.result.outcomes.get(f"{self._prefix}{stem}.weight")
+            if source is not None and not isinstance(source.weight, QuantizedLinear):
+                return None  # the scales of block types are not free
+        share = (self.spec.num_heads, self.spec.num_kv_heads) if stage == "attn_output" else (1, 1)
+        found = search_scales(
+            [self._tensors.matrix(name) for name in names],
+            hessian,
+            grid,
+            ratios=self.plan.awq_ratios,
+            share=share,
+        )
+        if found.error >= found.identity_error:
+            return None
+        columns = expand(self.spec, stage, found.scales)
+        changed = fold(self._tensors, self.spec, self.index, stage, found.scales)
+        if source is not None:
+            name = source.name
+            assert isinstance(source.weight, QuantizedLinear)
+            scales = source.weight.scales.clone()
+            scales[rows] = f16_scale(scales[rows] / found.scales[:, None])
+            weight = replace(source.weight, scales=scales)
+            self.result.outcomes[name] = replace(source, weight=weight)
+            changed[name] = dequantize(weight)
+        self._overlay.replaced |= changed
+        if stage == "attn_output":
+            stream.divide(columns)
+        outer = columns[:, None] * columns[None, :]
+        cross = None if seen.cross is None else seen.cross / outer
+        return StageStatistics(
+            LayerStatistics(hessian / outer, seen.input.imatrix / columns.square(), seen.input.tokens), cross
+        )
+
+
+def quantize_layer(
+    checkpoint: Checkpoint,
+    loader: LayerLoader,
+    plan: CorePlan,
+    index: int,
+    stream: Stream | None = None,
+    original: Stream | None = None,
+    on_stage: Callable[[int], None] = lambda stage: None,
+) -> LayerResult:
+    """Round the linears of layer ``index``, in the order in which they are computed.
+
+    Args:
+        stream: the quantized model's residual stream before the layer; it is behind it afterwards. None
+            rounds without calibration.
+        original: the same of the model as it was, for the asymmetric term.
+        on_stage: called before each of the stages; may raise to stop.
+
+    BadInputError names a tensor of the source that is not finite.
+    """
+    return LayerRounding(checkpoint, loader, plan, index, on_stage).run(stream, original)
+
+
+def check_plan(checkpoint: Checkpoint, plan: CorePlan) -> None:
+    """Every grid fits its tensor: BadInputError names the first that does not."""
+    for name, grid in plan.grids.items():
+        info = checkpoint.tensors().get(name)
+        if info is None or len(info.shape) != 2:
+            raise BadInputError(f"{checkpoint.path}: there is no matrix {name!r} to quantize")
+        try:
+            grid.span(info.shape[1])
+        except BadInputError as error:
+            raise BadInputError(f"{info.file_name}: {error}") from None
+
+
+def uniform_grids(checkpoint: Checkpoint, grid: IntegerGrid) -> dict[str, Grid]:
+    """The same grid for every linear of every layer."""
+    stems = {stem for stage in STAGES for stem in STAGE_STEMS[stage]}
+    return {
+        name: grid
+        for name in checkpoint.tensors()
+        if name.startswith("blk.") and name.endswith(".weight") and name.split(".")[2] in stems
+    }
+
+
+def _check_finite(checkpoint: Checkpoint, prefix: str) -> None:
+    import torch
+
+    for name, info in checkpoint.tensors().items():
+        if not name.startswith(prefix):
+            continue
+        is_matrix = len(info.shape) == 2
+        values = dequantize(checkpoint.weight(name)) if is_matrix else checkpoint.vector(name)
+        # A sum shows a NaN or an infinity without a mask as large as the tensor.
+        if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
+            place = [int(i) for i in torch.nonzero(~torch.isfinite(values))[0]]
+            raise BadInputError(
+                f"{checkpoint.path}: tensor {info.file_name} has the value {float(values[tuple(place)])} at "
+                f"{place}: the model is damaged"
+            )
+
+
+def _stacked(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
+    import torch
+
+    return matrices[0] if len(matrices) == 1 else torch.cat(list(matrices))
+
+
+def _rows(weight: Any, rows: slice) -> QuantizedLinear | BlockQuantWeight:
+    if isinstance(weight, QuantizedLinear):
+        zeros = None if weight.zeros is None else weight.zeros[rows].contiguous()
+        return replace(
+            weight,
+            codes=weight.codes[rows].contiguous(),
+            scales=weight.scales[rows].contiguous(),
+            zeros=zeros,
+        )
+    stored: BlockQuantWeight = replace(weight, data=weight.data[rows].contiguous())
+    return stored
