@@ -37,6 +37,12 @@ SWITCHES = (
         "60",
     ),
     Switch(
+        "EDGELLM_KV_HOST",
+        "number",
+        "Megabytes of host memory to which the KV of paused requests moves, instead of being computed again; "
+        "0 is off. Unset it is as much as the KV cache on a GPU, and off on the CPU.",
+    ),
+    Switch(
         "EDGELLM_TEST_MODELS",
         "path",
         "For developers: a folder with NAME.gguf files that tests use instead of a pull.",

@@ -38,11 +38,15 @@ class KVManager:
         lookahead: int = 0,
         host_blocks: Sequence[int] | None = None,
         enable_prefix_cache: bool = True,
+        has_tail: bool = False,
     ) -> None:
+        """``has_tail``: what a sequence computed last is read unquantized, and quantized once it has been
+        preempted (int4)."""
         self.groups = tuple(groups)
         self.block_size = block_size
         self.lookahead = lookahead
         self.enable_prefix_cache = enable_prefix_cache
+        self.has_tail = has_tail
         self.index = PrefixIndex(cache_key, block_size)
         self.pools = tuple(
             BlockPool(

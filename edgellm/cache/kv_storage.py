@@ -147,18 +147,19 @@ def kv_bytes(
     chunk: int,
     block_size: int = BLOCK_SIZE,
     kept: int | None = None,
+    num_sequences: int = 1,
 ) -> int:
-    """Bytes of the whole cache for one sequence of ``context`` tokens, in whole blocks, windows freed.
+    """Bytes of the whole cache for one context of ``context`` tokens, in whole blocks, with the windows and
+    the unquantized tails of ``num_sequences`` that run at once.
 
     ``kept``: positions that lossy eviction leaves at most in layers without a window.
     """
+    layouts = group_layouts(spec, context, chunk, block_size, kept, num_sequences)
     pages = sum(
-        _num_blocks(group.window, context, chunk, block_size, kept)
-        * block_size
-        * kv_bytes_per_position(spec, len(group.layers), kv)
-        for group in spec.kv_groups
+        layout.num_blocks * block_size * kv_bytes_per_position(spec, len(group.layers), kv)
+        for layout, group in zip(layouts, spec.kv_groups, strict=True)
     )
-    return pages + tail_bytes(spec, kv, 1, block_size)
+    return pages + tail_bytes(spec, kv, num_sequences, block_size)
 
 
 def _num_blocks(window: int | None, context: int, chunk: int, block_size: int, kept: int | None) -> int:
@@ -168,30 +169,63 @@ def _num_blocks(window: int | None, context: int, chunk: int, block_size: int, k
 
 
 def largest_context(
-    spec: ModelSpec, budget_bytes: int, kv: KVType, chunk: int, kept: int | None = None
+    spec: ModelSpec,
+    budget_bytes: int,
+    kv: KVType,
+    chunk: int,
+    kept: int | None = None,
+    num_sequences: int = 1,
 ) -> int:
     """The longest context, at most the trained one, whose cache fits in ``budget_bytes``; 0 is none."""
     low, high = 0, spec.context_length
     while low < high:
         middle = (low + high + 1) // 2
-        if kv_bytes(spec, middle, kv, chunk, kept=kept) <= budget_bytes:
+        if kv_bytes(spec, middle, kv, chunk, kept=kept, num_sequences=num_sequences) <= budget_bytes:
             low = middle
         else:
             high = middle - 1
     return low
 
 
-def group_layouts(
-    spec: ModelSpec, context: int, chunk: int, block_size: int = BLOCK_SIZE, kept: int | None = None
-) -> tuple[GroupLayout, ...]:
-    """What the KV manager is told of each layer group: blocks for one sequence of ``context`` tokens.
+def most_sequences(
+    spec: ModelSpec,
+    context: int,
+    kv: KVType,
+    chunk: int,
+    budget_bytes: int,
+    most: int,
+    kept: int | None = None,
+) -> int:
+    """The number of sequences, from 1 to ``most``, whose windows and tails fit beside a context."""
+    for count in range(most, 1, -1):
+        if kv_bytes(spec, context, kv, chunk, kept=kept, num_sequences=count) <= budget_bytes:
+            return count
+    return 1
 
-    ``kept`` as in ``kv_bytes``.
+
+def group_layouts(
+    spec: ModelSpec,
+    context: int,
+    chunk: int,
+    block_size: int = BLOCK_SIZE,
+    kept: int | None = None,
+    num_sequences: int = 1,
+) -> tuple[GroupLayout, ...]:
+    """What the KV manager is told of each layer group: blocks for ``context`` tokens, of one sequence or of
+    several together, and the windows of ``num_sequences``. ``kept`` as in ``kv_bytes``.
+
+    One of these runs a chunk of its prompt and the others decode. Where a group keeps all positions, its
+    number of blocks is enough for everybody's windows.
     """
-    return tuple(
-        GroupLayout(group.window, _num_blocks(group.window, context, chunk, block_size, kept))
-        for group in spec.kv_groups
-    )
+    keeps_all = kept is None and any(group.window is None for group in spec.kv_groups)
+    layouts = []
+    for group in spec.kv_groups:
+        blocks = _num_blocks(group.window, context, chunk, block_size, kept)
+        if group.window is not None:
+            blocks += (num_sequences - 1) * blocks_for(context, block_size, group.window)
+            blocks = min(blocks, blocks_for(context, block_size)) if keeps_all else blocks
+        layouts.append(GroupLayout(group.window, blocks))
+    return tuple(layouts)
 
 
 def allocate_storage(

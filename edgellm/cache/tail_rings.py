@@ -68,6 +68,12 @@ class TailRings:
         self._owners[child] = _Owner(ring, owner.began, owner.end, owner.highest)
         return owner.ring, ring
 
+    def hand_over(self, parent: int, child: int) -> None:
+        """As ``fork`` for a parent that is gone: the child takes its ring, and nothing needs copying."""
+        owner = self._owners.pop(parent, None)
+        if owner is not None:
+            self._owners[child] = owner
+
     def release(self, sequence_id: int) -> None:
         """The sequence ended or was preempted; nothing where it has no ring."""
         owner = self._owners.pop(sequence_id, None)

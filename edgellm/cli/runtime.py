@@ -9,7 +9,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from edgellm.contracts import ModelInfo
 from edgellm.log import log_notice
-from edgellm_models.errors import BadInputError, Notice, ResourceError
+from edgellm_models.errors import BadInputError, ConfigError, Notice, ResourceError
 
 if TYPE_CHECKING:
     from edgellm.cache.kv_storage import KVType
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from edgellm.engine.async_engine import AsyncEngine
     from edgellm.engine.engine import Engine
     from edgellm.runner.model_runner import ModelRunner
+    from edgellm_kernels.batch import KVStorage
     from edgellm_models.checkpoint.reader import Checkpoint
     from edgellm_models.network.spec import ModelSpec
     from edgellm_models.tokenizer.base import Tokenizer
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("edgellm.load")
 
 OnNotice = Callable[[Notice], None]
+
+FEWEST_AT_ONCE = 4
+"""Requests whose windows and tails have room beside a context that nobody asked for."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,7 @@ def load_runtime(
     import torch
 
     from edgellm.cache.eviction import WINDOW, most_positions
+    from edgellm.cache.kv_copies import allocate_host_storage
     from edgellm.cache.kv_manager import KVManager
     from edgellm.cache.kv_storage import (
         BLOCK_SIZE,
@@ -176,26 +181,34 @@ def load_runtime(
             tell(step_down)
     context, notice = choose_context(spec, resolved.ctx, kv, chunk, free_bytes, kept)
     tell(notice)
+    at_once = sequences_at_once(spec, context, kv, chunk, free_bytes, kept)
     groups = tuple(
         replace(group, num_blocks=group.num_blocks * full_contexts)
-        for group in group_layouts(spec, context, chunk, BLOCK_SIZE, kept)
+        for group in group_layouts(spec, context, chunk, BLOCK_SIZE, kept, at_once)
     )
-    # What has just ended keeps its tail until the next step, in which as many may begin.
-    storage = allocate_storage(
-        spec, [group.num_blocks for group in groups], kv, device, num_rings=2 * MAX_RUNNING
-    )
+    storage = allocate_storage(spec, [group.num_blocks for group in groups], kv, device, num_rings=at_once)
+    host_blocks = host_blocks_for(storage, device)
+    host_storage = allocate_host_storage(storage, host_blocks) if any(host_blocks) else ()
     key = cache_key(model_id=str(path), rope=repr(spec.ropes), kv_dtypes=[kv.name] * len(groups))
-    runner = ModelRunner(decoder, storage, vocab_size=spec.vocab_size, block_size=BLOCK_SIZE, device=device)
+    runner = ModelRunner(
+        decoder,
+        storage,
+        vocab_size=spec.vocab_size,
+        block_size=BLOCK_SIZE,
+        device=device,
+        host_kv=host_storage,
+    )
     core = Engine(
         runner,
         tokenizer,
-        KVManager(groups, BLOCK_SIZE, cache_key=key),
+        KVManager(groups, BLOCK_SIZE, cache_key=key, host_blocks=host_blocks, has_tail=kv.has_tail),
         context_length=context,
         vocab_size=spec.vocab_size,
         rope_switch_length=spec.rope_switch_length,
         kv_window=resolved.kv_window,
         kv_budget=resolved.kv_budget,
         prefill_chunk=chunk,
+        max_running=at_once if kv.has_tail else MAX_RUNNING,
         make_decoder=lambda request: StreamDecoder(
             tokenizer,
             # A constraint is about the answer's whole text, its first space included.
@@ -281,7 +294,11 @@ def choose_context(
 
     trained = spec.context_length
     if asked is None:
-        context = trained if free_bytes is None else largest_context(spec, free_bytes // 2, kv, chunk, kept)
+        context = trained
+        if free_bytes is not None:
+            context = largest_context(
+                spec, free_bytes // 2, kv, chunk, kept, FEWEST_AT_ONCE
+            ) or largest_context(spec, free_bytes // 2, kv, chunk, kept)
         if context < 1:
             assert free_bytes is not None
             raise ResourceError(
@@ -297,7 +314,12 @@ def choose_context(
                 f"the {kv.name} KV cache of {context} tokens needs {needed / 1e6:.0f} MB; "
                 f"{free_bytes / 1e6:.0f} MB are free; --ctx {fitting} fits in half of that"
             )
-    size = f"its {kv.name} KV cache takes up to {kv_bytes(spec, context, kv, chunk, kept=kept) / 1e6:.0f} MB"
+    at_once = sequences_at_once(spec, context, kv, chunk, free_bytes, kept)
+    whole = kv_bytes(spec, context, kv, chunk, kept=kept, num_sequences=at_once)
+    size = f"its {kv.name} KV cache takes up to {whole / 1e6:.0f} MB"
+    if whole > kv_bytes(spec, context, kv, chunk, kept=kept):  # else nothing of it is each request's own
+        what = "unquantized tails" if kv.has_tail else "windows"
+        size += f", with the {what} of {at_once} requests at once"
     if asked is not None and asked > trained:
         detail = f"the context is {context} tokens, for which the model was trained, not {asked}; {size}"
         return context, Notice("context_clamped", detail)
@@ -307,6 +329,44 @@ def choose_context(
         )
         return context, Notice("context_clamped", detail)
     return context, Notice("context", f"the context is {context} tokens (trained: {trained}); {size}")
+
+
+def sequences_at_once(
+    spec: ModelSpec,
+    context: int,
+    kv: KVType,
+    chunk: int,
+    free_bytes: int | None,
+    kept: int | None = None,
+) -> int:
+    """For how many requests the cache has windows and unquantized tails: what the engine runs at once, or
+    what half of the free memory has room for."""
+    from edgellm.cache.kv_storage import most_sequences
+    from edgellm.engine.engine import MAX_RUNNING
+
+    if free_bytes is None:
+        return MAX_RUNNING
+    return most_sequences(spec, context, kv, chunk, free_bytes // 2, MAX_RUNNING, kept)
+
+
+def host_blocks_for(storage: Sequence[KVStorage], device: str) -> tuple[int, ...]:
+    """Blocks of each group for the KV of paused requests in host memory, as EDGELLM_KV_HOST says.
+
+    ConfigError when that is no number. On the CPU there is none unless asked for: it would be a second place
+    in the same memory.
+    """
+    pages = [sum(part.nbytes for part in group.pages()) for group in storage]
+    text = os.environ.get("EDGELLM_KV_HOST", "")
+    if not text:
+        return tuple(group.num_blocks if device == "cuda" else 0 for group in storage)
+    try:
+        megabytes = float(text)
+    except ValueError:
+        megabytes = -1.0
+    if not 0 <= megabytes < 1e9:
+        raise ConfigError(f"EDGELLM_KV_HOST must be a number of megabytes, 0 or more, not {text!r}")
+    share = megabytes * 1e6 / sum(pages)
+    return tuple(int(group.num_blocks * share) for group in storage)
 
 
 def describe(checkpoint: Checkpoint, spec: ModelSpec, name: str, context: int) -> ModelInfo:

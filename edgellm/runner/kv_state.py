@@ -29,12 +29,7 @@ class KVState:
             apply_copies(self.storages, self._host, plan.block_copies, plan.host_copies)
         if self._rings is None or self._tail is None:
             return None
-        for parent, child in plan.forked:
-            rings = self._rings.fork(parent, child)
-            if rings is not None:
-                copy_ring(self.storages, *rings)
-        for sequence_id in (*plan.ended, *plan.preempted):
-            self._rings.release(sequence_id)
+        self._move_rings(self._rings, plan)
         if not plan.sequences:
             return None
         starts = [s.start_position for s in plan.sequences]
@@ -42,6 +37,20 @@ class KVState:
         ids = [s.sequence_id for s in plan.sequences]
         spans = [self._rings.step(*step) for step in zip(ids, starts, counts, strict=True)]
         return build_tail_tables(spans, starts, counts, self._tail)
+
+    def _move_rings(self, rings: TailRings, plan: StepPlan) -> None:
+        """What is free is given back before anybody takes a ring: so many are enough as sequences run."""
+        gone = {*plan.ended, *plan.preempted}
+        forked = [(parent, child) for parent, child in plan.forked if child not in gone]
+        for sequence_id in gone - {parent for parent, _ in forked}:
+            rings.release(sequence_id)
+        for index, (parent, child) in enumerate(forked):
+            if parent in gone and all(parent != later for later, _ in forked[index + 1 :]):
+                rings.hand_over(parent, child)
+            else:
+                copied = rings.fork(parent, child)
+                if copied is not None:
+                    copy_ring(self.storages, *copied)
 
 
 def build_tail_tables(

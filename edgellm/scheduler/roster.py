@@ -80,7 +80,8 @@ class Roster:
         sequence.told_blocked = False
         if sequence.preempted_at is not None:
             waited = now - sequence.preempted_at
-            self.tell(sequence, wording.resumed(waited, sequence.computed, sequence.remaining - 1))
+            kept, again = sequence.computed, sequence.remaining - 1
+            self.tell(sequence, wording.resumed(waited, kept, again, lost_tail=self.kv.has_tail))
             sequence.preempted_at = None
         elif not sequence.announced:
             sequence.cached_tokens = sequence.computed

@@ -22,10 +22,11 @@ def preempted(num_tokens: int, *, to_host: bool, for_urgent: bool = False) -> No
     return Notice("preempted", f"paused, {why}: the KV of its {num_tokens} tokens {fate}")
 
 
-def resumed(waited_s: float, kept: int, again: int) -> Notice:
+def resumed(waited_s: float, kept: int, again: int, *, lost_tail: bool = False) -> Notice:
+    tail = "; what it read unquantized of an int4 cache it now reads quantized" if lost_tail else ""
     return Notice(
         "resumed",
-        f"goes on after {waited_s:.1f} s: the KV of {kept} tokens is there, {again} are computed again",
+        f"goes on after {waited_s:.1f} s: the KV of {kept} tokens is there, {again} are computed again{tail}",
     )
 
 

@@ -203,8 +203,10 @@ def test_a_turn_taken_out_is_computed_again(tmp_path: Path, rope: dict[str, obje
 # --- short of memory, and of time ---
 
 
-@pytest.mark.parametrize("arch", ["llama", "gemma3"])
-def test_a_tenth_of_the_memory_serves_all_with_the_same_ids(tmp_path: Path, arch: str) -> None:
+@pytest.mark.parametrize(("arch", "host_blocks"), [("llama", 0), ("llama", 20), ("gemma3", 200)])
+def test_a_tenth_of_the_memory_serves_all_with_the_same_ids(
+    tmp_path: Path, arch: str, host_blocks: int
+) -> None:
     folder = make_tiny(arch, tmp_path / "m")
     demand = sum(-(-(length + 24) // 4) for length in LENGTHS * 2)
     loaded = load_engine(
@@ -213,12 +215,15 @@ def test_a_tenth_of_the_memory_serves_all_with_the_same_ids(tmp_path: Path, arch
         block_size=4,
         chunk=16,
         num_blocks=[max(demand // 10, 24)] * (2 if arch == "gemma3" else 1),
+        host_blocks=host_blocks,
     )
     prompts = prompts_for(loaded, LENGTHS * 2)
     results = run_all(loaded.engine, [request(f"r{i}", ids, 24) for i, ids in enumerate(prompts)])
     assert_same(results, alone(folder, prompts, 24, context=128, block_size=4))
     kinds = {e.notice.kind for result in results for e in result.events if e.notice}
     assert {"preempted", "resumed"} <= kinds
+    details = [e.notice.detail for result in results for e in result.events if e.notice]
+    assert any("moved to host memory" in detail for detail in details) == (host_blocks > 0)
 
 
 def test_short_requests_end_before_a_long_one_that_came_earlier(tmp_path: Path) -> None:

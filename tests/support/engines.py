@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from edgellm.cache.kv_copies import allocate_host_storage
 from edgellm.cache.kv_manager import KVManager
 from edgellm.cache.kv_storage import allocate_storage, group_layouts, kv_type
 from edgellm.contracts import FinishReason, GenerationRequest, SamplingParams, TokenEvent
@@ -36,9 +37,10 @@ def load_engine(
     max_running: int = 16,
     token_budget: int | None = None,
     prefix_cache: bool = True,
+    host_blocks: int = 0,
 ) -> LoadedEngine:
     """The engine of a model file or folder, with any chunk and block size. ``num_blocks``: of each layer
-    group, instead of those of one whole context."""
+    group, instead of those of one whole context; ``host_blocks``: of each group, for paused requests."""
     checkpoint = open_checkpoint(path)
     tokenizer = load_tokenizer(path, checkpoint.file_format, checkpoint.metadata)
     decoder = build_decoder(checkpoint)
@@ -52,12 +54,21 @@ def load_engine(
         [group.num_blocks for group in groups],
         kv_type(kv),
         block_size=block_size,
-        num_rings=2 * max_running,
+        num_rings=max_running,
     )
+    offloaded = [host_blocks] * len(groups)
+    host = allocate_host_storage(storage, offloaded) if host_blocks else ()
+    runner = ModelRunner(decoder, storage, vocab_size=spec.vocab_size, block_size=block_size, host_kv=host)
     engine = Engine(
-        ModelRunner(decoder, storage, vocab_size=spec.vocab_size, block_size=block_size),
+        runner,
         tokenizer,
-        KVManager(groups, block_size, enable_prefix_cache=prefix_cache),
+        KVManager(
+            groups,
+            block_size,
+            enable_prefix_cache=prefix_cache,
+            host_blocks=offloaded,
+            has_tail=kv_type(kv).has_tail,
+        ),
         context_length=length,
         vocab_size=spec.vocab_size,
         rope_switch_length=spec.rope_switch_length,
