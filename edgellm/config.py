@@ -95,8 +95,8 @@ SETTINGS = (
     Setting(
         "kv_policy",
         "choice",
-        "What goes when the context or its memory is full: nothing (stop), oldest turns of a chat (trim, for a "
-        "chat that is told nothing), or KV that the model then no longer sees (window, budget).",
+        "What goes when context or memory is full: nothing (stop), oldest turns of a chat (trim, for a chat "
+        "that is told nothing), or KV that the model then no longer sees (window, budget).",
         "stop",
         ("stop", "trim", "window", "budget"),
     ),
