@@ -51,6 +51,11 @@ class BpeTokenizer(SharedTokenizer):
         self._lock = threading.Lock()
         self._literal: tuple[Any, SpecialFinder, dict[int, str], dict[int, int]] | None = None
 
+    def pipeline_json(self) -> str:
+        """The pipeline as the text of a tokenizer.json."""
+        text: str = self._pipeline.to_str(pretty=False)
+        return text
+
     def _encode_text(self, text: str, parse_special: bool) -> list[int]:
         if parse_special:
             self._check_growth(len(text))

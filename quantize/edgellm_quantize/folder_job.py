@@ -1,0 +1,282 @@
+"""Quantizes a model into a Hugging Face folder: settles the recipe, rounds linear by linear, writes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from edgellm_models.errors import BadInputError, Notice, UsageError
+from edgellm_quantize.hf_folder import (
+    FolderPlan,
+    check_place,
+    copy_side_files,
+    plan_folder,
+    report_of,
+    write_folder,
+)
+from edgellm_quantize.hf_tensors import HFTensors, is_block_linear
+from edgellm_quantize.packed_layouts import quantization_config, vllm_refusals
+from edgellm_quantize.recipe import (
+    LayerOutcome,
+    QuantizeJob,
+    QuantizeProgress,
+    QuantizeRecipe,
+    QuantizeReport,
+)
+
+if TYPE_CHECKING:
+    from edgellm_models.checkpoint.reader import Checkpoint
+    from edgellm_models.network.spec import ModelSpec
+
+_PROBE_WEIGHTS = 1 << 18
+"""Weights that a dry run rounds to learn how long the rest takes."""
+_BASE_BYTES = 350 << 20
+"""Interpreter and torch, as measured."""
+_BYTES_PER_WEIGHT = 16
+"""Scratch of rounding one linear: weights, values and codes as f32, packed tensors."""
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Where the linears of a folder come from."""
+
+    outcome: Callable[[str], LayerOutcome]
+    """Called once for each linear in the order of the model; the weight's rows in Hugging Face's order."""
+    method: str
+    calibration_hash: str | None = None
+    calibration_tokens: int = 0
+
+
+def settle_recipe(recipe: QuantizeRecipe, tensors: HFTensors, calibrated: bool) -> QuantizeRecipe:
+    """The recipe with its group size and method chosen. UsageError for what cannot be."""
+    method = recipe.method
+    if method == "auto":
+        method = ("awq" if recipe.format == "awq" else "gptq") if calibrated else "rtn"
+    if method in ("gptq", "awq") and not calibrated:
+        raise UsageError(f"method {method} needs calibration: a text file or self, or take the method rtn")
+    group = recipe.group_size
+    widths = {info.shape[1] for name, info in tensors.infos.items() if is_block_linear(name)}
+    if group is None:
+        fits = [size for size in (128, 64, 32) if not any(width % size for width in widths)]
+        if not fits:
+            raise BadInputError(
+                f"no group of 128, 64 or 32 divides the input columns {sorted(widths)}: give a group size"
+            )
+        group = fits[0]
+    symmetric = recipe.symmetric and recipe.format != "awq"
+    return replace(recipe, group_size=group, method=method, symmetric=symmetric)
+
+
+def round_without_calibration(tensors: HFTensors, recipe: QuantizeRecipe) -> Rounding:
+    """Round to nearest with the search of scales: needs nothing but the weights."""
+    from edgellm_quantize.grids import IntegerGrid
+    from edgellm_quantize.rounding import round_nearest
+
+    assert recipe.group_size is not None
+    v1 = recipe.format == "gptq" and recipe.checkpoint_format == "gptq"
+    grid = IntegerGrid(recipe.bits, recipe.group_size, recipe.symmetric, min_zero=1 if v1 else 0)
+
+    def outcome(name: str) -> LayerOutcome:
+        start = time.perf_counter()
+        weight = tensors.dense(name).float()
+        rounded = round_nearest(weight, grid, None, recipe.preset.scale_candidates)
+        power = float(weight.square().sum())
+        error = float((rounded.values - weight).square().sum()) / power if power else 0.0
+        seconds = time.perf_counter() - start
+        return LayerOutcome(name, rounded.weight, error, seconds, rounded.method, rounded.notices)
+
+    return Rounding(outcome, "rtn")
+
+
+def run_folder_job(job: QuantizeJob, checkpoint: Checkpoint, spec: ModelSpec) -> QuantizeReport:
+    """Everything behind ``api.quantize_model`` for the formats that are folders."""
+    started = time.perf_counter()
+    tensors = HFTensors(checkpoint, spec)
+    calibrated = job.calibration.source != "none"
+    recipe = job.recipe
+    if recipe.format != "hf":
+        recipe = settle_recipe(recipe, tensors, calibrated)
+    if calibrated and (recipe.format == "hf" or recipe.method == "rtn"):
+        raise UsageError(f"a {recipe.format} folder of the method {recipe.method} needs no calibration")
+    notices = [*checkpoint.notices, *_requantize_notice(tensors)]
+    rounding = Rounding(_no_rounding, "copy")
+    finished: dict[str, LayerOutcome] = {}
+    if recipe.format != "hf":
+        rounding = _rounding(job, checkpoint, spec, tensors, recipe)
+    plan = plan_folder(recipe, tensors, rounding.outcome, finished)
+    meta = recipe_record(job, recipe, rounding)
+    if recipe.format != "hf":
+        section = quantization_config(recipe, meta)
+        refusals = vllm_refusals(section, plan.linears)
+        notices += [Notice("vllm_refuses", f"for vLLM: {why}") for why in refusals]
+    config, side_files = _small_files(checkpoint, spec)
+    estimated = sum(item.nbytes for item in plan.items)
+    if job.dry_run:
+        seconds = _probe_seconds(tensors, recipe, plan)
+        return _report(job, recipe, plan, rounding, {}, estimated, seconds, memory_needed(tensors), notices)
+    check_place(job.out, estimated)
+    total = write_folder(
+        job.out, recipe, plan, config, side_files, meta, _byte_progress(job, max(1, estimated))
+    )
+    for outcome in finished.values():
+        notices += outcome.notices
+    if job.on_progress is not None:
+        job.on_progress(QuantizeProgress("checking", 1.0))
+    seconds = time.perf_counter() - started
+    return _report(job, recipe, plan, rounding, finished, total, seconds, peak_memory(), notices)
+
+
+def _no_rounding(name: str) -> LayerOutcome:
+    raise AssertionError(name)
+
+
+def _rounding(
+    job: QuantizeJob, checkpoint: Checkpoint, spec: ModelSpec, tensors: HFTensors, recipe: QuantizeRecipe
+) -> Rounding:
+    return round_without_calibration(tensors, recipe)
+
+
+def _requantize_notice(tensors: HFTensors) -> list[Notice]:
+    """Rounding what was rounded before loses twice, so it is said."""
+    coarse = sorted(
+        {info.type_name for info in tensors.infos.values()} - {"F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
+    )
+    if not coarse:
+        return []
+    detail = (
+        f"the source is quantized already ({', '.join(coarse)}): what it lost stays lost; take the "
+        "original where there is one"
+    )
+    return [Notice("source_is_quantized", detail)]
+
+
+def _small_files(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[Mapping[str, Any], Callable[[Path], None]]:
+    if checkpoint.file_format == "safetensors":
+        return checkpoint.metadata, lambda folder: copy_side_files(checkpoint.path, folder)
+    from edgellm_quantize.hf_from_gguf import config_from_gguf, write_tokenizer_files
+
+    config = config_from_gguf(checkpoint, spec)
+    return config, lambda folder: write_tokenizer_files(checkpoint, folder)
+
+
+def recipe_record(job: QuantizeJob, recipe: QuantizeRecipe, rounding: Rounding) -> dict[str, Any]:
+    """What is written into the output of how it was made. The same job gives the same record."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        tool = version("edgellm")
+    except PackageNotFoundError:
+        tool = "unknown"
+    calibration = None
+    if rounding.calibration_hash is not None:
+        calibration = {
+            "source": job.calibration.source,
+            "sha256": rounding.calibration_hash,
+            "tokens": rounding.calibration_tokens,
+            "seed": job.calibration.seed,
+        }
+    return {
+        "quantizer": [f"edgellm:{tool}"],
+        "recipe": asdict(recipe),
+        "calibration": calibration,
+        "source": job.source.name,
+    }
+
+
+def _byte_progress(job: QuantizeJob, total: int) -> Callable[[int], None] | None:
+    if job.on_progress is None:
+        return None
+    report, done = job.on_progress, 0
+
+    def on_bytes(count: int) -> None:
+        nonlocal done
+        done += count
+        report(QuantizeProgress("writing", min(1.0, done / total)))
+
+    return on_bytes
+
+
+def _probe_seconds(tensors: HFTensors, recipe: QuantizeRecipe, plan: FolderPlan) -> float:
+    """Rounds a few rows and scales up; writing is counted at 200 MB/s."""
+    written = sum(item.nbytes for item in plan.items) / 200e6
+    if recipe.format == "hf" or not plan.linears:
+        return written
+    from edgellm_quantize.grids import IntegerGrid
+    from edgellm_quantize.rounding import round_nearest
+
+    assert recipe.group_size is not None
+    name = next(name for name in tensors.infos if is_block_linear(name))
+    rows = tensors.dense(name).float()
+    rows = rows[: max(1, _PROBE_WEIGHTS // rows.shape[1])]
+    start = time.perf_counter()
+    round_nearest(
+        rows,
+        IntegerGrid(recipe.bits, recipe.group_size, recipe.symmetric),
+        None,
+        recipe.preset.scale_candidates,
+    )
+    each = (time.perf_counter() - start) / rows.numel()
+    return written + each * sum(height * width for height, width in plan.linears.values())
+
+
+def memory_needed(tensors: HFTensors) -> int:
+    """Bytes that a job without calibration takes: the largest tensor's scratch beside the program."""
+    largest = 0
+    for name, info in tensors.infos.items():
+        count = 1
+        for extent in info.shape:
+            count *= extent
+        largest = max(largest, count * (_BYTES_PER_WEIGHT if is_block_linear(name) else 8))
+    return _BASE_BYTES + largest
+
+
+def peak_memory() -> int:
+    """The most resident memory that this process has had, in bytes; 0 where the system does not say."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    unit = 1 if os.uname().sysname == "Darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _report(
+    job: QuantizeJob,
+    recipe: QuantizeRecipe,
+    plan: FolderPlan,
+    rounding: Rounding,
+    finished: Mapping[str, LayerOutcome],
+    nbytes: int,
+    seconds: float,
+    peak: int,
+    notices: list[Notice],
+) -> QuantizeReport:
+    weights = 0
+    for tensor in plan.reports:
+        count = 1
+        for extent in tensor.shape:
+            count *= extent
+        weights += count
+    kind = recipe.dtype
+    if recipe.format != "hf":
+        group = "per row" if recipe.group_size == -1 else f"g{recipe.group_size}"
+        kind = f"{recipe.bits} bit {group} {'symmetric' if recipe.symmetric else 'asymmetric'}"
+    return QuantizeReport(
+        out=job.out,
+        format=recipe.format,
+        type_name=kind,
+        tensors=report_of(plan, finished),
+        nbytes=nbytes,
+        num_weights=weights,
+        method=rounding.method,
+        calibration_hash=rounding.calibration_hash,
+        calibration_tokens=rounding.calibration_tokens,
+        seconds=seconds,
+        peak_bytes=peak,
+        dry_run=job.dry_run,
+        notices=tuple(notices),
+    )

@@ -1,0 +1,280 @@
+"""Writes a Hugging Face folder, dense or quantized, whole or not at all: a folder beside it, then renamed."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from edgellm_models.errors import BadInputError, EdgeLLMError, OutputError
+from edgellm_quantize.hf_tensors import HFTensors, is_block_linear
+from edgellm_quantize.packed_layouts import check_shape, pack_linear, packed_shapes, quantization_config
+from edgellm_quantize.recipe import LayerOutcome, QuantizedLinear, QuantizeRecipe, TensorReport
+from edgellm_quantize.safetensors_file import SHARD_BYTES, PlannedItem, tensor_bytes, write_shards
+
+if TYPE_CHECKING:
+    import torch
+
+_TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+_SIDE_FILES = (
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
+    *("generation_config.json", "LICENSE", "LICENSE.txt", "NOTICE", "USE_POLICY.md"),
+)
+"""What goes along from a source folder, where it is there."""
+_OLD_QUANTIZATION = ("quantization_config", "compression_config", "quantization")
+_F16_MAX = 65504.0
+
+
+@dataclass(frozen=True)
+class FolderPlan:
+    """What a folder will hold."""
+
+    items: tuple[PlannedItem, ...]
+    reports: tuple[TensorReport, ...]
+    """One per weight or vector of the model; errors and seconds are filled in while writing."""
+    linears: dict[str, tuple[int, int]]
+    """Quantized linears by Hugging Face name, [N, K]."""
+    dense_dtype: str
+
+
+def dense_dtype(recipe: QuantizeRecipe, tensors: HFTensors) -> str:
+    """The safetensors type of what is not quantized."""
+    if recipe.format == "hf":
+        return recipe.dtype.upper()
+    if recipe.format in ("gptq", "awq"):
+        return "F16"
+    return "BF16" if any(info.type_name == "BF16" for info in tensors.infos.values()) else "F16"
+
+
+def plan_folder(
+    recipe: QuantizeRecipe,
+    tensors: HFTensors,
+    outcome: Callable[[str], LayerOutcome],
+    finished: dict[str, LayerOutcome],
+) -> FolderPlan:
+    """The tensors of the folder, in the order in which a model runs.
+
+    ``outcome`` is asked while they are written. ``finished`` takes what it returned, without the weight.
+    BadInputError names a linear that does not fit.
+    """
+    dtype = dense_dtype(recipe, tensors)
+    items, reports, linears = [], [], {}
+    for canonical, info in tensors.infos.items():
+        name = tensors.name(canonical)
+        shape = info.shape
+        if recipe.format != "hf" and is_block_linear(canonical):
+            assert len(shape) == 2
+            pair = (shape[0], shape[1])
+            check_shape(recipe, pair, name)
+            stem = name.removesuffix(".weight")
+            shapes = packed_shapes(recipe, pair)
+            linears[name] = pair
+            rows = tuple((f"{stem}.{suffix}", kind, dims) for suffix, (kind, dims) in shapes.items())
+            items.append(PlannedItem(rows, partial(_packed, recipe, canonical, name, outcome, finished)))
+            group = "" if recipe.group_size == -1 else f" g{recipe.group_size}"
+            kind_name = f"int{recipe.bits}{group}"
+        else:
+            shape = _flat(shape)
+            items.append(
+                PlannedItem(((name, dtype, shape),), partial(_dense, tensors, canonical, dtype, shape))
+            )
+            kind_name = dtype
+        reports.append(TensorReport(canonical, kind_name, tuple(info.shape), items[-1].nbytes))
+    return FolderPlan(tuple(items), tuple(reports), linears, dtype)
+
+
+def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Vectors that a file stores with more dimensions."""
+    wide = tuple(extent for extent in shape if extent != 1)
+    return shape if len(wide) == 2 else (int(np.prod(shape)),)
+
+
+def _packed(
+    recipe: QuantizeRecipe,
+    canonical: str,
+    name: str,
+    outcome: Callable[[str], LayerOutcome],
+    finished: dict[str, LayerOutcome],
+) -> list[np.ndarray[Any, Any]]:
+    from dataclasses import replace
+
+    from edgellm_kernels.weights import DenseWeight
+
+    found = outcome(canonical)
+    assert isinstance(found.weight, QuantizedLinear), type(found.weight)
+    packed = pack_linear(recipe, found.weight, name)
+    # The weight itself is not kept: a folder may be larger than memory.
+    finished[canonical] = replace(found, weight=DenseWeight(_nothing()))
+    return list(packed.values())
+
+
+def _nothing() -> torch.Tensor:
+    import torch
+
+    return torch.empty((0, 0))
+
+
+def _dense(
+    tensors: HFTensors, canonical: str, dtype: str, shape: tuple[int, ...]
+) -> list[np.ndarray[Any, Any]]:
+    import torch
+
+    values = tensors.dense(canonical).reshape(shape)
+    if dtype == "F16" and values.numel():
+        largest = float(values.abs().max())
+        if largest > _F16_MAX:
+            raise BadInputError(
+                f"tensor {tensors.name(canonical)} has the value {largest:g}, too large for f16: "
+                "write another type"
+            )
+    kind = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[dtype]
+    cast = values.to(kind).contiguous()
+    return [cast.view(torch.int16).numpy() if kind is torch.bfloat16 else cast.numpy()]
+
+
+def write_folder(
+    out: Path,
+    recipe: QuantizeRecipe,
+    plan: FolderPlan,
+    config: Mapping[str, Any],
+    write_side_files: Callable[[Path], None],
+    meta: Mapping[str, Any],
+    on_bytes: Callable[[int], None] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> int:
+    """Write the folder ``out``, which must not exist, and return the bytes of its weights.
+
+    Args:
+        config: config.json of the model, without quantization.
+        write_side_files: puts tokenizer, templates and generation settings into a folder.
+        meta: recipe, tool version and calibration hash, kept in config.json and in the weight files.
+
+    OutputError for a missing folder, a full disk and everything else that keeps it from being written; then,
+    and when interrupted, nothing is left behind.
+    """
+    nbytes = sum(item.nbytes for item in plan.items)
+    check_place(out, nbytes)
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    try:
+        temporary.mkdir()
+        total = write_shards(
+            temporary,
+            plan.items,
+            {"format": "pt", "edgellm": json.dumps(dict(meta), sort_keys=True)},
+            on_bytes,
+            shard_bytes,
+        )
+        section = None if recipe.format == "hf" else quantization_config(recipe, meta)
+        written = {key: value for key, value in config.items() if key not in _OLD_QUANTIZATION}
+        for key in ("torch_dtype", "dtype"):
+            written.pop(key, None)
+        written["torch_dtype"] = _TORCH_NAMES[plan.dense_dtype]
+        if section is not None:
+            written["quantization_config"] = section
+            if recipe.format == "gptq":
+                _write_json(temporary / "quantize_config.json", section)
+        else:
+            written["edgellm"] = dict(meta)
+        _write_json(temporary / "config.json", written)
+        write_side_files(temporary)
+        _check_reads(temporary, plan)
+        os.rename(temporary, out)
+    except OSError as error:
+        raise output_error(out, error) from error
+    finally:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(temporary, ignore_errors=True)
+    return total
+
+
+def copy_side_files(source: Path, folder: Path) -> None:
+    """Tokenizer, templates, generation settings and licence of a Hugging Face folder."""
+    for name in _SIDE_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def check_place(out: Path, nbytes: int) -> None:
+    """OutputError where a new file or folder of this size cannot be put."""
+    if out.exists() or out.is_symlink():
+        raise OutputError(f"{out}: this exists already: choose another name or remove it first")
+    if not out.parent.is_dir():
+        raise OutputError(f"{out}: the folder {out.parent} does not exist: create it or choose another place")
+    free = shutil.disk_usage(out.parent).free
+    if nbytes > free:
+        raise OutputError(f"{out}: no space: {nbytes:,} bytes are needed, {free:,} are free in {out.parent}")
+
+
+def output_error(out: Path, error: OSError) -> OutputError:
+    """One line for a failed write."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return OutputError(f"{out}: no space left on the device while writing; nothing was kept")
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return OutputError(f"{out}: writing in {out.parent} is not permitted ({error.strerror})")
+    return OutputError(f"{out}: cannot be written: {error.strerror or error}")
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _check_reads(folder: Path, plan: FolderPlan) -> None:
+    """Open the folder as a user's program will, and decode every quantized linear."""
+    from edgellm_models.checkpoint import open_checkpoint
+
+    try:
+        checkpoint = open_checkpoint(folder)
+        try:
+            found = checkpoint.tensors()
+            for report in plan.reports:
+                info = found.get(report.name)
+                if info is None or _flat(info.shape) != _flat(report.shape):
+                    raise OutputError(f"{report.name} does not read back")
+                if report.type_name.startswith("int"):
+                    checkpoint.weight(report.name)
+        finally:
+            checkpoint.close()
+    except OutputError:
+        raise
+    except EdgeLLMError as error:
+        raise OutputError(f"the folder that was written does not read back: {error}") from error
+
+
+def report_of(plan: FolderPlan, finished: Mapping[str, LayerOutcome]) -> tuple[TensorReport, ...]:
+    """The plan's reports with what rounding said."""
+    from dataclasses import replace
+
+    reports = []
+    for report in plan.reports:
+        outcome = finished.get(report.name)
+        if outcome is not None:
+            report = replace(
+                report,
+                relative_error=outcome.relative_error,
+                seconds=outcome.seconds,
+                method=outcome.method,
+            )
+        reports.append(report)
+    return tuple(reports)
+
+
+__all__ = [
+    "FolderPlan",
+    "check_place",
+    "copy_side_files",
+    "output_error",
+    "plan_folder",
+    "report_of",
+    "tensor_bytes",
+    "write_folder",
+]

@@ -1,0 +1,96 @@
+"""The tensors of any checkpoint in Hugging Face's conventions: names, row order, norm gains, dense values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from edgellm_models.checkpoint.tensor_names import GGUF_ONLY, hf_name, is_canonical
+from edgellm_models.errors import BadInputError
+
+if TYPE_CHECKING:
+    import torch
+
+    from edgellm_models.checkpoint.reader import Checkpoint
+    from edgellm_models.network.spec import ModelSpec
+
+_GAIN_MINUS_ONE = ("gemma2", "gemma3")
+_LINEAR_STEMS = ("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+
+
+def is_block_linear(name: str) -> bool:
+    """Whether a canonical name is a linear inside a decoder block: what GPTQ and AWQ quantize."""
+    parts = name.split(".")
+    return len(parts) == 4 and parts[0] == "blk" and parts[2] in _LINEAR_STEMS and parts[3] == "weight"
+
+
+class HFTensors:
+    """Undoes what a GGUF does to tensors; of a Hugging Face folder it gives them as they are."""
+
+    def __init__(self, checkpoint: Checkpoint, spec: ModelSpec) -> None:
+        self.checkpoint = checkpoint
+        self.spec = spec
+        self._from_gguf = checkpoint.file_format == "gguf"
+        self.infos = {
+            name: info
+            for name, info in checkpoint.tensors().items()
+            if is_canonical(spec.architecture, name)
+            and name not in GGUF_ONLY
+            and not (name == "output.weight" and spec.tied_embeddings)
+        }
+        """Canonical name -> TensorInfo of what a folder holds."""
+
+    def name(self, canonical: str) -> str:
+        """The name in a Hugging Face folder."""
+        found = hf_name(self.spec.architecture, canonical)
+        assert found is not None, canonical
+        return found
+
+    def dense(self, canonical: str) -> torch.Tensor:
+        """Values in the type of the file, decoded where they are codes. BadInputError for NaN, infinity."""
+        import torch
+
+        from edgellm_kernels.weights import DenseWeight, prepare
+
+        info = self.infos[canonical]
+        if len(info.shape) == 2:
+            weight = self.checkpoint.weight(canonical)
+            prepared = (
+                weight if isinstance(weight, DenseWeight) else prepare(weight, op="linear", hold="dense")
+            )
+            assert isinstance(prepared, DenseWeight)
+            values = prepared.data
+        else:
+            values = self.checkpoint.vector(canonical)
+        finite = torch.isfinite(values)
+        if not bool(finite.all()):
+            place = [int(index) for index in torch.nonzero(~finite)[0]]
+            raise BadInputError(
+                f"tensor {info.file_name} has the value {float(values[tuple(place)])} at {place}: the "
+                "model is damaged"
+            )
+        return self._rearranged(canonical, values)
+
+    def _rearranged(self, canonical: str, values: torch.Tensor) -> torch.Tensor:
+        if not self._from_gguf:
+            return values
+        stem = canonical.split(".")[-2]
+        heads = {"attn_q": self.spec.num_heads, "attn_k": self.spec.num_kv_heads}.get(stem)
+        if self.spec.permuted_qk and heads is not None:
+            return split_rotary(values, heads, self.spec.ropes[0].dims)
+        if self.spec.architecture in _GAIN_MINUS_ONE and stem.endswith("norm"):
+            return values - 1.0
+        return values
+
+
+def split_rotary(values: torch.Tensor, heads: int, dims: int) -> torch.Tensor:
+    """Rows of each head from GGUF's interleaved rotary order into the half-split one.
+
+    Rows 2i and 2i + 1 go to i and i + dims/2.
+    [heads * head_dim, ...] to the same shape; rows of a head behind the rotated ``dims`` stay.
+    """
+    import torch
+
+    head_dim = values.shape[0] // heads
+    in_head = [*range(0, dims, 2), *range(1, dims, 2), *range(dims, head_dim)]
+    order = (torch.arange(heads)[:, None] * head_dim + torch.tensor(in_head)).flatten()
+    return values[order]
