@@ -10,8 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgellm_models.errors import BadInputError, Notice, UsageError
+from edgellm_quantize.calibrated_run import (
+    CORE_SHARE,
+    CalibratedRun,
+    calibration_name,
+    importance_of_run,
+    refuse_without_calibration,
+    run_calibrated,
+)
 from edgellm_quantize.hf_folder import (
     FolderPlan,
+    check_linears,
     check_place,
     copy_side_files,
     plan_folder,
@@ -19,9 +28,11 @@ from edgellm_quantize.hf_folder import (
     write_folder,
 )
 from edgellm_quantize.hf_tensors import HFTensors, is_block_linear
+from edgellm_quantize.imatrix_file import write_imatrix
 from edgellm_quantize.packed_layouts import quantization_config, vllm_refusals
 from edgellm_quantize.recipe import (
     LayerOutcome,
+    QuantizedLinear,
     QuantizeJob,
     QuantizeProgress,
     QuantizeRecipe,
@@ -31,6 +42,7 @@ from edgellm_quantize.recipe import (
 if TYPE_CHECKING:
     from edgellm_models.checkpoint.reader import Checkpoint
     from edgellm_models.network.spec import ModelSpec
+    from edgellm_quantize.grids import IntegerGrid
 
 _PROBE_WEIGHTS = 1 << 18
 """Weights that a dry run rounds to learn how long the rest takes."""
@@ -71,14 +83,19 @@ def settle_recipe(recipe: QuantizeRecipe, tensors: HFTensors, calibrated: bool) 
     return replace(recipe, group_size=group, method=method, symmetric=symmetric)
 
 
-def round_without_calibration(tensors: HFTensors, recipe: QuantizeRecipe) -> Rounding:
-    """Round to nearest with the search of scales: needs nothing but the weights."""
+def _grid(recipe: QuantizeRecipe) -> IntegerGrid:
     from edgellm_quantize.grids import IntegerGrid
-    from edgellm_quantize.rounding import round_nearest
 
     assert recipe.group_size is not None
     v1 = recipe.format == "gptq" and recipe.checkpoint_format == "gptq"
-    grid = IntegerGrid(recipe.bits, recipe.group_size, recipe.symmetric, min_zero=1 if v1 else 0)
+    return IntegerGrid(recipe.bits, recipe.group_size, recipe.symmetric, min_zero=1 if v1 else 0)
+
+
+def round_without_calibration(tensors: HFTensors, recipe: QuantizeRecipe) -> Rounding:
+    """Round to nearest with the search of scales: needs nothing but the weights."""
+    from edgellm_quantize.rounding import round_nearest
+
+    grid = _grid(recipe)
 
     def outcome(name: str) -> LayerOutcome:
         start = time.perf_counter()
@@ -105,10 +122,18 @@ def run_folder_job(job: QuantizeJob, checkpoint: Checkpoint, spec: ModelSpec) ->
     notices = [*checkpoint.notices, *_requantize_notice(tensors)]
     rounding = Rounding(_no_rounding, "copy")
     finished: dict[str, LayerOutcome] = {}
+    refuse_without_calibration(job, calibrated)
+    run: CalibratedRun | None = None
     if recipe.format != "hf":
-        rounding = _rounding(job, checkpoint, spec, tensors, recipe)
+        if calibrated and not job.dry_run:
+            check_place(job.out, 0)
+            check_linears(recipe, tensors)
+            rounding, tensors, run = _calibrated(job, recipe, checkpoint, spec)
+            notices += [*run.core.notices, *run.calibration.notices]
+        else:
+            rounding = replace(round_without_calibration(tensors, recipe), method=recipe.method)
     plan = plan_folder(recipe, tensors, rounding.outcome, finished)
-    meta = recipe_record(job, recipe, rounding)
+    meta = recipe_record(job, recipe, rounding.calibration_hash, rounding.calibration_tokens)
     if recipe.format != "hf":
         section = quantization_config(recipe, meta)
         refusals = vllm_refusals(section, plan.linears)
@@ -116,12 +141,25 @@ def run_folder_job(job: QuantizeJob, checkpoint: Checkpoint, spec: ModelSpec) ->
     config, side_files = _small_files(checkpoint, spec)
     estimated = sum(item.nbytes for item in plan.items)
     if job.dry_run:
-        seconds = _probe_seconds(tensors, recipe, plan)
-        return _report(job, recipe, plan, rounding, {}, estimated, seconds, memory_needed(tensors), notices)
+        seconds, memory = _probe_seconds(tensors, recipe, plan), memory_needed(tensors)
+        if calibrated:
+            detail = "time and memory of calibration are not in these estimates"
+            notices.append(Notice("estimate_without_calibration", detail))
+        return _report(job, recipe, plan, rounding, {}, estimated, seconds, memory, notices)
     check_place(job.out, estimated)
     total = write_folder(
-        job.out, recipe, plan, config, side_files, meta, _byte_progress(job, max(1, estimated))
+        job.out,
+        recipe,
+        plan,
+        config,
+        side_files,
+        meta,
+        _byte_progress(job, max(1, estimated), CORE_SHARE if run is not None else 0.0),
     )
+    if run is not None:
+        if job.save_imatrix is not None:
+            write_imatrix(job.save_imatrix, importance_of_run(run, calibration_name(job)))
+        run.clean_up()
     for outcome in finished.values():
         notices += outcome.notices
     if job.on_progress is not None:
@@ -134,10 +172,28 @@ def _no_rounding(name: str) -> LayerOutcome:
     raise AssertionError(name)
 
 
-def _rounding(
-    job: QuantizeJob, checkpoint: Checkpoint, spec: ModelSpec, tensors: HFTensors, recipe: QuantizeRecipe
-) -> Rounding:
-    return round_without_calibration(tensors, recipe)
+def _calibrated(
+    job: QuantizeJob, recipe: QuantizeRecipe, checkpoint: Checkpoint, spec: ModelSpec
+) -> tuple[Rounding, HFTensors, CalibratedRun]:
+    """The core's linears, and the other tensors as folding left them."""
+    from edgellm_quantize.layer_rounding import uniform_grids
+    from edgellm_quantize.overlay import OverlayCheckpoint
+
+    run = run_calibrated(
+        job, recipe, checkpoint, spec, uniform_grids(checkpoint, _grid(recipe)), recipe.method
+    )
+    overlay = OverlayCheckpoint(checkpoint)
+    for index in range(run.core.num_layers):
+        overlay.replaced.update(run.layer(index).changed)
+    tensors = HFTensors(overlay, spec)
+
+    def outcome(name: str) -> LayerOutcome:
+        found = run.outcome(name)
+        assert found is not None and isinstance(found.weight, QuantizedLinear), name
+        return replace(found, weight=tensors.reorder(name, found.weight))
+
+    calibration = run.calibration
+    return Rounding(outcome, recipe.method, calibration.hash, calibration.num_tokens), tensors, run
 
 
 def _requantize_notice(tensors: HFTensors) -> list[Notice]:
@@ -163,7 +219,9 @@ def _small_files(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[Mapping[str, 
     return config, lambda folder: write_tokenizer_files(checkpoint, folder)
 
 
-def recipe_record(job: QuantizeJob, recipe: QuantizeRecipe, rounding: Rounding) -> dict[str, Any]:
+def recipe_record(
+    job: QuantizeJob, recipe: QuantizeRecipe, calibration_hash: str | None, tokens: int
+) -> dict[str, Any]:
     """What is written into the output of how it was made. The same job gives the same record."""
     from importlib.metadata import PackageNotFoundError, version
 
@@ -172,11 +230,11 @@ def recipe_record(job: QuantizeJob, recipe: QuantizeRecipe, rounding: Rounding) 
     except PackageNotFoundError:
         tool = "unknown"
     calibration = None
-    if rounding.calibration_hash is not None:
+    if calibration_hash is not None:
         calibration = {
-            "source": job.calibration.source,
-            "sha256": rounding.calibration_hash,
-            "tokens": rounding.calibration_tokens,
+            "source": calibration_name(job),
+            "sha256": calibration_hash,
+            "tokens": tokens,
             "seed": job.calibration.seed,
         }
     return {
@@ -187,7 +245,7 @@ def recipe_record(job: QuantizeJob, recipe: QuantizeRecipe, rounding: Rounding) 
     }
 
 
-def _byte_progress(job: QuantizeJob, total: int) -> Callable[[int], None] | None:
+def _byte_progress(job: QuantizeJob, total: int, begin: float) -> Callable[[int], None] | None:
     if job.on_progress is None:
         return None
     report, done = job.on_progress, 0
@@ -195,7 +253,7 @@ def _byte_progress(job: QuantizeJob, total: int) -> Callable[[int], None] | None
     def on_bytes(count: int) -> None:
         nonlocal done
         done += count
-        report(QuantizeProgress("writing", min(1.0, done / total)))
+        report(QuantizeProgress("writing", begin + (1.0 - begin) * min(1.0, done / total)))
 
     return on_bytes
 
@@ -205,20 +263,13 @@ def _probe_seconds(tensors: HFTensors, recipe: QuantizeRecipe, plan: FolderPlan)
     written = sum(item.nbytes for item in plan.items) / 200e6
     if recipe.format == "hf" or not plan.linears:
         return written
-    from edgellm_quantize.grids import IntegerGrid
     from edgellm_quantize.rounding import round_nearest
 
-    assert recipe.group_size is not None
     name = next(name for name in tensors.infos if is_block_linear(name))
     rows = tensors.dense(name).float()
     rows = rows[: max(1, _PROBE_WEIGHTS // rows.shape[1])]
     start = time.perf_counter()
-    round_nearest(
-        rows,
-        IntegerGrid(recipe.bits, recipe.group_size, recipe.symmetric),
-        None,
-        recipe.preset.scale_candidates,
-    )
+    round_nearest(rows, _grid(recipe), None, recipe.preset.scale_candidates)
     each = (time.perf_counter() - start) / rows.numel()
     return written + each * sum(height * width for height, width in plan.linears.values())
 

@@ -93,6 +93,13 @@ def plan_folder(
     return FolderPlan(tuple(items), tuple(reports), linears, dtype)
 
 
+def check_linears(recipe: QuantizeRecipe, tensors: HFTensors) -> None:
+    """BadInputError names the first linear that does not fit, before any work is done."""
+    for canonical, info in tensors.infos.items():
+        if is_block_linear(canonical):
+            check_shape(recipe, (info.shape[0], info.shape[1]), tensors.name(canonical))
+
+
 def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Vectors that a file stores with more dimensions."""
     wide = tuple(extent for extent in shape if extent != 1)
@@ -270,6 +277,7 @@ def report_of(plan: FolderPlan, finished: Mapping[str, LayerOutcome]) -> tuple[T
 
 __all__ = [
     "FolderPlan",
+    "check_linears",
     "check_place",
     "copy_side_files",
     "output_error",

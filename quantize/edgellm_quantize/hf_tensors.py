@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from edgellm_models.checkpoint.tensor_names import GGUF_ONLY, hf_name, is_canonical
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
     from edgellm_models.checkpoint.reader import Checkpoint
     from edgellm_models.network.spec import ModelSpec
+    from edgellm_quantize.recipe import QuantizedLinear
 
 _GAIN_MINUS_ONE = ("gemma2", "gemma3")
 _LINEAR_STEMS = ("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
@@ -69,6 +71,16 @@ class HFTensors:
                 "model is damaged"
             )
         return self._rearranged(canonical, values)
+
+    def reorder(self, canonical: str, linear: QuantizedLinear) -> QuantizedLinear:
+        """A linear whose rows lie as in the source, with rows as a folder has them."""
+        zeros = linear.zeros
+        return replace(
+            linear,
+            codes=self._rearranged(canonical, linear.codes),
+            scales=self._rearranged(canonical, linear.scales),
+            zeros=None if zeros is None else self._rearranged(canonical, zeros),
+        )
 
     def _rearranged(self, canonical: str, values: torch.Tensor) -> torch.Tensor:
         if not self._from_gguf:

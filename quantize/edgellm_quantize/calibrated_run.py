@@ -1,0 +1,143 @@
+"""Runs the core for a job: tokenizer, calibration, work folder and progress around ``job.run_core``."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edgellm_models.errors import UsageError
+from edgellm_quantize.recipe import LayerOutcome, QuantizeJob, QuantizeProgress, QuantizeRecipe
+
+if TYPE_CHECKING:
+    from edgellm_models.checkpoint.reader import Checkpoint
+    from edgellm_models.network.spec import ModelSpec
+    from edgellm_quantize.calibration import CalibrationTokens
+    from edgellm_quantize.grids import Grid
+    from edgellm_quantize.imatrix_file import ImportanceMatrix
+    from edgellm_quantize.job import CoreResult
+    from edgellm_quantize.layer_rounding import LayerResult
+
+CORE_SHARE = 0.9
+"""Of a calibrated job's time; the rest is writing."""
+_ASYMMETRIC_SHARE = 0.25
+
+
+@dataclass
+class CalibratedRun:
+    """What the core made of a model; layers are read from the work folder when they are asked for."""
+
+    core: CoreResult
+    calibration: CalibrationTokens
+    work_dir: Path
+    keep: bool
+    """The user named the work folder: it stays."""
+    _layer: tuple[int, LayerResult] | None = None
+
+    def outcome(self, name: str) -> LayerOutcome | None:
+        """One linear, rows in the order of the source; None for one that was not rounded."""
+        parts = name.split(".")
+        if len(parts) != 4 or parts[0] != "blk":
+            return None
+        return self.layer(int(parts[1])).outcomes.get(name)
+
+    def layer(self, index: int) -> LayerResult:
+        """The layer, kept until another is asked for."""
+        if self._layer is None or self._layer[0] != index:
+            self._layer = (index, self.core.layer(index))
+        return self._layer[1]
+
+    def clean_up(self) -> None:
+        """Remove the work folder once the output is there."""
+        if not self.keep:
+            shutil.rmtree(self.work_dir, ignore_errors=True)
+
+
+def read_calibration(job: QuantizeJob, checkpoint: Checkpoint, spec: ModelSpec) -> CalibrationTokens:
+    """The token sequences of the job. Errors as calibration.calibration_tokens."""
+    from edgellm_models.tokenizer import load_chat_templates, load_tokenizer
+    from edgellm_quantize.calibration import calibration_tokens
+
+    form, metadata = checkpoint.file_format, checkpoint.metadata
+    if job.on_progress is not None:
+        job.on_progress(QuantizeProgress("calibrating", 0.0))
+    tokens = calibration_tokens(
+        job.calibration,
+        load_tokenizer(checkpoint.path, form, metadata),
+        spec.vocab_size,
+        load_chat_templates(checkpoint.path, form, metadata),
+        job.generate,
+    )
+    assert tokens is not None
+    return tokens
+
+
+def run_calibrated(
+    job: QuantizeJob,
+    recipe: QuantizeRecipe,
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    grids: Mapping[str, Grid],
+    method: str,
+) -> CalibratedRun:
+    """Round the linears of ``grids``; ``method`` is rtn, gptq or awq. Errors as job.run_core."""
+    from edgellm_quantize.job import run_core
+    from edgellm_quantize.layer_rounding import CorePlan
+    from edgellm_quantize.rounding import RoundingOptions
+
+    preset = recipe.preset
+    calibration = read_calibration(job, checkpoint, spec)
+    plan = CorePlan(
+        grids,
+        method,
+        RoundingOptions(preset.scale_candidates, recipe.damping, descent_passes=preset.descent_passes),
+        _ASYMMETRIC_SHARE if preset.asymmetric_calibration else 0.0,
+        preset.awq_ratios,
+    )
+    work_dir = job.work_dir or job.out.with_name(f"{job.out.name}.work")
+    on_progress = None
+    if job.on_progress is not None:
+        tell = job.on_progress
+
+        def on_progress(progress: QuantizeProgress) -> None:
+            tell(QuantizeProgress(progress.phase, CORE_SHARE * progress.done, progress.detail.split(",")[0]))
+
+    core = run_core(
+        checkpoint,
+        plan,
+        work_dir,
+        calibration,
+        resume=job.resume,
+        max_memory=job.max_memory,
+        on_progress=on_progress,
+    )
+    return CalibratedRun(core, calibration, work_dir, job.work_dir is not None)
+
+
+def importance_of_run(run: CalibratedRun, source: str) -> ImportanceMatrix:
+    """What calibration saw as an importance matrix."""
+    from edgellm_quantize.imatrix_file import ImportanceEntry, ImportanceMatrix
+
+    entries = {
+        name: ImportanceEntry(seen.imatrix.numpy(), seen.tokens)
+        for index in range(run.core.num_layers)
+        for name, seen in run.layer(index).imatrix.items()
+    }
+    lengths = [len(sequence) for sequence in run.calibration.sequences]
+    return ImportanceMatrix(entries, (source,), len(lengths), max(lengths))
+
+
+def calibration_name(job: QuantizeJob) -> str:
+    """What the output calls the calibration text."""
+    return job.calibration.path.name if job.calibration.path is not None else job.calibration.source
+
+
+def refuse_without_calibration(job: QuantizeJob, calibrated: bool) -> None:
+    """UsageError for options that only a calibrated job has a use for."""
+    if calibrated:
+        return
+    for given, name in ((job.resume, "resume"), (job.save_imatrix is not None, "save-imatrix")):
+        if given:
+            raise UsageError(f"--{name} goes with calibration: without it nothing is kept between layers")
