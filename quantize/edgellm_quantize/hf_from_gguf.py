@@ -264,4 +264,6 @@ def _sentencepiece(keys: Mapping[str, Any], unk_id: int | None) -> bytes:
     ]
     named = [text or f"[EMPTY_{index}]" for index, text in enumerate(texts)]
     trainer, normalizer = proto.bpe_specs(unk_id, types.count(proto.BYTE) == 256)
-    return proto.write_model(named, scores, kinds, trainer, normalizer)
+    prefix = bool(keys.get("tokenizer.ggml.add_space_prefix", True))
+    normalizer += bytes((0x18, prefix))  # field 3, add_dummy_prefix: the later value counts
+    return proto.write_model(named, scores, kinds, trainer, normalizer, keep_normalizer=True)
