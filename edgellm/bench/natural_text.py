@@ -58,7 +58,7 @@ def natural_ids(
     """
     text = natural_text(kind)
     start = (number * 7919) % (len(text) // 2)
-    start = text.find("\n", start) + 1 if number else 0
+    start = text.find(" ", start) + 1 if number else 0  # a word's begin
     length = 8 * count + 64
     while True:
         ids = encode((text[start:] + "\n\n" + text[:start])[:length])
