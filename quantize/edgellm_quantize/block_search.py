@@ -371,6 +371,11 @@ def _least_squares(x: Array, w: Array, choice: _Choice, grid: BlockGrid) -> tupl
     d = (sum_bb * sum_ax - sum_ab * sum_bx) * inverse
     dmin = (sum_aa * sum_bx - sum_ab * sum_ax) * inverse
     solved = det > sum_aa * sum_bb * np.float32(1e-6)
+    # Without offsets there is nothing to solve for dmin: d alone, with dmin as it is.
+    alone = (sum_ax - choice.dmin * sum_ab) * _inverse(sum_aa)
+    single = sum_aa > _TINY
     if grid.scale_range is not None:
         solved &= (d > 0) & (dmin >= 0)
-    return np.where(solved, d, choice.d), np.where(solved, dmin, choice.dmin)
+        single &= alone > 0
+    d = np.where(solved, d, np.where(single, alone, choice.d))
+    return d, np.where(solved, dmin, choice.dmin)

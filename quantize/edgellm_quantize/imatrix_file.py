@@ -114,6 +114,8 @@ def _read_gguf(path: Path) -> ImportanceMatrix:
         header = read_gguf_header(view, len(view), str(path))
         values = {}
         for tensor in header.tensors:
+            if not tensor.name.endswith((_SUMS, _COUNTS)):
+                continue
             if tensor.ggml_type.name != "F32":
                 raise BadInputError(f"{path}: tensor {tensor.name!r} is {tensor.ggml_type.name}, not F32")
             # A copy: the mapping goes when this returns.

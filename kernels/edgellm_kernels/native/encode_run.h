@@ -41,7 +41,7 @@ void run_weighted(const Rows& rows, const Plan& plan, int64_t block_bytes, Pack&
       // Lanes without a block repeat the last one.
       const int64_t block = first + std::min(lane, count - 1);
       from[lane] = rows.values + block * G::kElements;
-      if constexpr (kWeighted) {
+      if (kWeighted && rows.importance != nullptr) {
         const int64_t row = block / per_row;
         weights[lane] = rows.importance + row * rows.importance_stride + (block - row * per_row) * G::kElements;
       }
@@ -51,8 +51,12 @@ void run_weighted(const Rows& rows, const Plan& plan, int64_t block_bytes, Pack&
       for (int i = e; i < e + 8; ++i) x[i] = max(min(x[i], splat(kLargest)), splat(-kLargest));
       for (int lane = 0; lane < kLanes; ++lane) from[lane] += 8;
       if constexpr (kWeighted) {
-        transpose(weights, w + e);
-        for (int lane = 0; lane < kLanes; ++lane) weights[lane] += 8;
+        if (rows.importance == nullptr) {
+          for (int i = e; i < e + 8; ++i) w[i] = splat(1.0f);
+        } else {
+          transpose(weights, w + e);
+          for (int lane = 0; lane < kLanes; ++lane) weights[lane] += 8;
+        }
       }
     }
     Search<G, kWeighted> search(x, w, plan);
@@ -62,11 +66,11 @@ void run_weighted(const Rows& rows, const Plan& plan, int64_t block_bytes, Pack&
 }
 
 template <class G, class Pack> void run(const Rows& rows, const Plan& plan, int64_t block_bytes, Pack&& pack) {
-  if (rows.importance != nullptr) {
-    run_weighted<G, true>(rows, plan, block_bytes, pack);
-  } else {
-    run_weighted<G, false>(rows, plan, block_bytes, pack);
-  }
+#ifdef EDGELLM_AVX2
+  if (rows.importance == nullptr) return run_weighted<G, false>(rows, plan, block_bytes, pack);
+#endif
+  // Without vectors of this width the compiler takes minutes: there a weight of 1, which changes no bit, will do.
+  run_weighted<G, true>(rows, plan, block_bytes, pack);
 }
 
 // Type ids of ggml.h. False if the type is not one of these.

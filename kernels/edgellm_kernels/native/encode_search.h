@@ -7,6 +7,13 @@
 
 #include "encode_lanes.h"
 
+// The portable build splits every vector: inlined everywhere, that takes the compiler minutes.
+#ifdef EDGELLM_AVX2
+#define EDGELLM_ENCODE_OUTLINE
+#else
+#define EDGELLM_ENCODE_OUTLINE __attribute__((noinline))
+#endif
+
 namespace edgellm::encode {
 
 using namespace simd;
@@ -98,7 +105,7 @@ template <class G, bool kWeighted> class Search {
     return a;
   }
 
-  void fit_affine(int s, F32& scale_out, F32& offset_out) const {
+  EDGELLM_ENCODE_OUTLINE void fit_affine(int s, F32& scale_out, F32& offset_out) const {
     const F32* x = x_ + s * G::kLen;
     const int at = s * G::kLen;
     F32 least = x[0], most = x[0];
@@ -119,7 +126,7 @@ template <class G, bool kWeighted> class Search {
     F32 best_scale = span / high(), best_offset = zero();
     F32 best_gain = splat(-__builtin_inff());
 
-    auto consider = [&](F32 inverse_scale, F32 offset) {
+    auto consider = [&](F32 inverse_scale, F32 offset) EDGELLM_ENCODE_OUTLINE {
       F32 sum_q = zero(), sum_qq = zero(), sum_yq = zero();
       for (int e = 0; e < G::kLen; ++e) {
         F32 q = nearest((y[e] - offset) * inverse_scale, zero(), high());
@@ -154,7 +161,7 @@ template <class G, bool kWeighted> class Search {
     offset_out = best_offset + least;
   }
 
-  void fit_symmetric(int s, F32& scale_out) const {
+  EDGELLM_ENCODE_OUTLINE void fit_symmetric(int s, F32& scale_out) const {
     const F32* x = x_ + s * G::kLen;
     const int at = s * G::kLen;
     F32 bottom = x[0], top = x[0];
@@ -169,7 +176,7 @@ template <class G, bool kWeighted> class Search {
     F32 best_scale = extreme * splat(static_cast<float>(1.0 / G::kLow));
     F32 best_gain = splat(-__builtin_inff());
 
-    auto consider = [&](F32 inverse_scale) {
+    auto consider = [&](F32 inverse_scale) EDGELLM_ENCODE_OUTLINE {
       F32 sum_xq = zero(), sum_qq = zero();
       for (int e = 0; e < G::kLen; ++e) {
         F32 q = nearest(x[e] * inverse_scale, low(), high());
@@ -190,7 +197,7 @@ template <class G, bool kWeighted> class Search {
   }
 
   // The error of sub-block s with its nearest codes.
-  F32 error(int s, F32 scale, F32 offset) const {
+  EDGELLM_ENCODE_OUTLINE F32 error(int s, F32 scale, F32 offset) const {
     const F32 inverse_scale = inverse(scale);
     F32 sum = zero();
     for (int e = 0; e < G::kLen; ++e) {
@@ -268,7 +275,7 @@ template <class G, bool kWeighted> class Search {
   }
 
   // The best integers of each sub-block within the radius of the given ones, super-scales fixed.
-  void neighbours(F32 d, F32 dmin, const F32* scales, const F32* minima, Choice<G>& out) const {
+  EDGELLM_ENCODE_OUTLINE void neighbours(F32 d, F32 dmin, const F32* scales, const F32* minima, Choice<G>& out) const {
     const F32 least = splat(static_cast<float>(G::kLeast)), greatest = splat(static_cast<float>(G::kGreatest));
     const int radius = plan_.radius, minimum_radius = G::kOffset ? radius : 0;
     out.d = d;
@@ -294,7 +301,7 @@ template <class G, bool kWeighted> class Search {
   }
 
   // The d and dmin that fit best with integers and codes fixed; the old ones where there is no solution.
-  void least_squares(const Choice<G>& choice, F32& d_out, F32& dmin_out) const {
+  EDGELLM_ENCODE_OUTLINE void least_squares(const Choice<G>& choice, F32& d_out, F32& dmin_out) const {
     F32 sum_aa, sum_ax, sum_bb, sum_ab, sum_bx;
     for (int s = 0; s < G::kSub; ++s) {
       const F32 scale = choice.sub_scale(s), offset = choice.sub_offset(s), inverse_scale = inverse(scale);
@@ -328,8 +335,13 @@ template <class G, bool kWeighted> class Search {
       const F32 d = (sum_bb * sum_ax - sum_ab * sum_bx) * inverse_det;
       const F32 dmin = (sum_aa * sum_bx - sum_ab * sum_ax) * inverse_det;
       Mask solved = greater(det, (sum_aa * sum_bb) * splat(1e-6f));
-      if constexpr (G::kTwo) solved = solved & greater(d, zero()) & greater_equal(dmin, zero());
-      d_out = select(solved, d, choice.d);
+      const F32 alone = (sum_ax - choice.dmin * sum_ab) * inverse(sum_aa);
+      Mask single = greater(sum_aa, splat(kTiny));
+      if constexpr (G::kTwo) {
+        solved = solved & greater(d, zero()) & greater_equal(dmin, zero());
+        single = single & greater(alone, zero());
+      }
+      d_out = select(solved, d, select(single, alone, choice.d));
       dmin_out = select(solved, dmin, choice.dmin);
     }
   }
