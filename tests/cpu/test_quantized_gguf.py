@@ -57,10 +57,12 @@ def _agree(quantized: Path, dense: Path) -> None:
             if not ours or not theirs:
                 continue  # the best token ends inside a character
             judged += 1
-            assert len(ours.keys() & theirs.keys()) >= 12
-            best = max(theirs, key=lambda token: theirs[token])
-            # llama.cpp rounds activations to 8 bits for quantized weights; logits spread by about 10.
-            assert abs(ours[best] - theirs[best]) < 1.0
+            # llama.cpp rounds activations to 8 bits for quantized weights; logits spread by about 10, and
+            # rows in a wrong order leave two or three tokens of twenty in common.
+            shared = ours.keys() & theirs.keys()
+            assert len(shared) >= 12
+            differences = np.array([ours[token] - theirs[token] for token in shared])
+            assert np.abs(differences - differences.mean()).mean() < 1.0
         assert judged >= 2
         assert len(first.greedy(ids, 8)) == 8
 
