@@ -60,6 +60,10 @@ class KVManagerMachine(RuleBasedStateMachine):
     def evict(self, pick: int, group: int, index: int) -> None:
         self.world.evict(pick, group, index)
 
+    @rule(pick=numbers, policy=numbers, blocks=numbers)
+    def evict_by_policy(self, pick: int, policy: int, blocks: int) -> None:
+        self.world.evict_by_policy(pick, policy, blocks)
+
     @rule(pick=numbers)
     def offload(self, pick: int) -> None:
         self.world.offload(pick)
@@ -95,5 +99,6 @@ def test_long_random_runs_meet_every_event() -> None:
     """Worlds that live for 400 operations; ``python -m tests.support.kv_world`` runs a million of them."""
     seen = run_random(6_000, seed=1)
     events = ("hit", "cold", "step", "ahead", "short", "commit", "rejected", "fork", "block copy", "evict")
+    events = (*events, "evict by policy")
     for event in (*events, "offload", "host short", "restore", "restore short"):
         assert seen[event] >= 5, f"{event!r} hardly ever happened: {seen}"

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
+from edgellm.cache.eviction import NUM_SINKS, POLICIES, WINDOW, make_plan
 from edgellm.cache.kv_manager import KVManager
 from edgellm.cache.sequence_blocks import GroupLayout
 from edgellm.contracts import BlockCopy, HostCopy
@@ -207,6 +208,36 @@ class KVWorld:
             sequence.history = hash((sequence.history, group, index, len(sequence.tokens)))
             self.seen["evict"] += 1
 
+    def evict_by_policy(self, pick: int, policy: int, blocks: int) -> None:
+        """What a real plan drops at the last border that the sequence has passed, if it has."""
+        found = self._pick(pick)
+        if found is None or found[1].pending:
+            return
+        self.run()
+        sequence_id, sequence = found
+        size, committed = self.shape.block_size, len(sequence.tokens)
+        name, least = POLICIES[policy % len(POLICIES)], -(-NUM_SINKS // size) + 3
+        keep = (blocks % 4 + (1 if name == WINDOW else least)) * size
+        plan, border = make_plan(name, keep, size, 0), committed // size * size
+        if not plan.is_border(border):
+            return
+        for group, layout in enumerate(self.shape.groups):
+            if layout.window is not None:
+                continue
+            table = self.kv.tables(sequence_id)[group]
+            live = [i for i in range(border // size) if table[i] >= 0]
+            scores = [
+                float(hash((group, i, sequence.values[i * size])) % 7) for i in range(committed // size)
+            ]
+            lost = plan.victims(border, live, scores)
+            before = self.kv.pools[group].num_used
+            self.kv.evict(sequence_id, group, lost)
+            assert self.kv.pools[group].num_used <= before
+            for index in lost:
+                sequence.evicted.add((group, index))
+                sequence.history = hash((sequence.history, group, index, committed))
+            self.seen["evict by policy"] += bool(lost)
+
     def offload(self, pick: int) -> None:
         found = self._pick(pick)
         if found is None:
@@ -395,11 +426,12 @@ def random_operation(world: KVWorld, rng: random.Random) -> None:
             lambda: world.edit(number(64), number(64), tokens[:4]),
             lambda: world.free(number(64)),
             lambda: world.evict(number(64), number(8), number(64)),
+            lambda: world.evict_by_policy(number(64), number(3), number(4)),
             lambda: world.offload(number(64)),
             lambda: world.restore(number(64)),
             world.run,
         ),
-        (6, 14, 14, 6, 3, 2, 5, 1, 3, 5, 4),
+        (6, 14, 14, 6, 3, 2, 5, 1, 4, 3, 5, 4),
     )[0]()
 
 
