@@ -73,13 +73,103 @@ class RopeStore(ctypes.Structure):
     ]
 
 
+MAX_PARTS = 3
+
+
+class StepLinear(ctypes.Structure):
+    """StepLinear of step.h."""
+
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        ("formats", _I * MAX_PARTS),
+        ("rows", _I * MAX_PARTS),
+        ("data", _P * MAX_PARTS),
+        ("biases", _P * MAX_PARTS),
+        ("parts", _I),
+        ("k", _I),
+    ]
+
+
+class StepLayer(ctypes.Structure):
+    """StepLayer of step.h."""
+
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        *((name, _P) for name in ("attn_norm", "ffn_norm", "q_norm", "k_norm")),
+        *((name, _P) for name in ("post_attention_norm", "post_ffn_norm")),
+        *((name, StepLinear) for name in ("qkv", "attn_output", "gate_up", "down")),
+        *((name, _I) for name in ("group", "rope", "window")),
+    ]
+
+
+class StepRope(ctypes.Structure):
+    """StepRope of step.h."""
+
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        ("frequencies", _P),
+        ("pairs", _I),
+        ("factor", _F),
+        ("reserved", ctypes.c_int32),
+    ]
+
+
+class StepModel(ctypes.Structure):
+    """StepModel of step.h."""
+
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        *((name, _P) for name in ("layers", "ropes", "output_norm")),
+        *((name, StepLinear) for name in ("head", "embedding")),
+        *((name, _I) for name in ("num_layers", "num_ropes", "num_groups", "hidden", "heads", "ffn")),
+        *((name, _I) for name in ("activation", "exact")),
+        *((name, _F) for name in ("eps", "query_scale", "softcap", "embedding_scale")),
+    ]
+
+
+class StepCall(ctypes.Structure):
+    """StepCall of step.h."""
+
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        *((name, _P) for name in ("token_ids", "embedded", "pages", "groups", "angles", "logit_rows")),
+        *((name, _P) for name in ("logits", "last_x", "last_residual")),
+        ("rows", Rows),
+        ("num_logit_rows", _I),
+    ]
+
+
+STEP_OPS = (
+    "embed",
+    "norm",
+    "qkv",
+    "rope",
+    "attention",
+    "attn_output",
+    "gate_up",
+    "gate",
+    "down",
+    "head",
+)
+"""What edgellm_step_seconds counts, in its order."""
+
+
 def check_sizes(library: NativeLibrary) -> None:
     """NativeError where the library was built from structs of another shape."""
     sizes = (ctypes.c_int64 * 5)()
     library.call("edgellm_attention_struct_sizes", ctypes.addressof(sizes))
-    ours = [ctypes.sizeof(struct) for struct in (Pages, Tables, Rows, Attention, RopeStore)]
-    if list(sizes) != ours:
-        raise NativeError(f"structs of {list(sizes)} bytes in the library, {ours} here: build it again")
+    steps = (ctypes.c_int64 * 5)()
+    library.call("edgellm_step_struct_sizes", ctypes.addressof(steps))
+    structs = (
+        Pages,
+        Tables,
+        Rows,
+        Attention,
+        RopeStore,
+        StepLinear,
+        StepLayer,
+        StepRope,
+        StepModel,
+        StepCall,
+    )
+    theirs, ours = [*sizes, *steps], [ctypes.sizeof(struct) for struct in structs]
+    if theirs != ours:
+        raise NativeError(f"structs of {theirs} bytes in the library, {ours} here: build it again")
 
 
 def serves(kv: KVStorage) -> bool:

@@ -18,17 +18,26 @@ from edgellm_kernels.kv_scores_torch import block_scores
 from edgellm_kernels.native_library import why_missing
 from edgellm_kernels.operands import HeadShape, Prepared
 from edgellm_kernels.registry import OPS, KernelUnavailableError, choose, explain
+from edgellm_kernels.native_structs import serves as native_serves
+from edgellm_kernels.rope_torch import rope_angles
+from edgellm_kernels.step_native import NativeStep, StepSpec
+from edgellm_kernels.step_native import can_compile as can_compile_step
 from edgellm_kernels.weights import BlockQuantWeight, DenseWeight, LinearWeight, NativeWeight
 
 __all__ = [
     "HeadShape",
     "KernelUnavailableError",
     "Kernels",
+    "NativeStep",
     "Prepared",
+    "StepSpec",
+    "can_compile_step",
     "block_scores",
     "explain",
     "load_kernels",
     "native_missing",
+    "native_serves",
+    "rope_angles",
 ]
 
 
@@ -73,6 +82,17 @@ class GateUp(Protocol):
         """activation(gate) * up, where the first half of the weight's rows is gate and the second up.
 
         [tokens, K] -> [tokens, N / 2]. activation: silu or gelu_tanh.
+        """
+        ...
+
+
+class RopeAngles(Protocol):
+    def __call__(
+        self, positions: torch.Tensor, frequencies: torch.Tensor, factor: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of position * frequency, times ``factor``: f32 [tokens, pairs] each.
+
+        positions: int64 [tokens]; frequencies: f32 [pairs] or [tokens, pairs]. The angle is rounded to f32.
         """
         ...
 
@@ -151,6 +171,7 @@ class Kernels:
     add_rms_norm: AddRmsNorm
     linear: Linear
     gate_up: GateUp
+    rope_angles: RopeAngles
     qk_norm_rope_store: QkNormRopeStore
     plan_attention: PlanAttention
     paged_attention: PagedAttention

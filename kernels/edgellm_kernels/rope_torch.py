@@ -1,4 +1,4 @@
-"""Reference of qk_norm_rope_store: split rows, norm and rotate q and k, write K and V into their pages."""
+"""Reference of the rope ops: angles; split rows, norm and rotate q and k, write K and V into their pages."""
 
 from __future__ import annotations
 
@@ -19,6 +19,15 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     cos, sin = cos[:, None, :], sin[:, None, :]
     first, second, rest = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def rope_angles(
+    positions: torch.Tensor, frequencies: torch.Tensor, factor: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ops.RopeAngles."""
+    angles = positions[:, None].float() * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
 
 
 def qk_norm_rope_store(

@@ -154,12 +154,6 @@ int64_t find_slots(
   return found;
 }
 
-// Decodes a row into a padded one.
-void take_row(const KVSide& side, int64_t row, float* out, int64_t width) {
-  decode_row(side, row, out);
-  std::fill(out + side.dim, out + width, 0.0f);
-}
-
 // What queries of one sequence see of a tile.
 struct Seen {
   int64_t first, last;  // columns that any of them may see
@@ -269,36 +263,29 @@ class Attender {
 
   void score(const int64_t* slots) {
     const KVSide side = key_side(call_.pages);
-    // Keys lie far apart in the pages: unless few rows read them, or in another form, they are read in place.
+    // Keys lie far apart in the pages: only few rows read them in place.
     const bool in_place = side.type == kKVF32 && side.dim == k_dim_ && rows_ <= 8;
-    for (int64_t c = columns_.first; c < columns_.last; c += 4) {
+    const int64_t first = columns_.first, last = columns_.last;
+    if (!in_place) {
+      decode_rows(side, slots + first, last - first, work_.kv_head, s_.keys.data() + first * k_dim_, k_dim_);
+    }
+    for (int64_t c = first; c < last; c += 4) {
       const float* keys[4];
       for (int64_t i = 0; i < 4; ++i) {
         const int64_t slot = slots[c + i];
-        if (slot < 0) {
-          keys[i] = s_.zeros.data();
-        } else if (in_place) {
-          keys[i] = static_cast<const float*>(side.data) + side.row(slot, work_.kv_head) * side.dim;
-        } else {
-          float* row = s_.keys.data() + (c + i) * k_dim_;
-          take_row(side, side.row(slot, work_.kv_head), row, k_dim_);
-          keys[i] = row;
-        }
+        if (!in_place) keys[i] = s_.keys.data() + (c + i) * k_dim_;
+        else if (slot < 0) keys[i] = s_.zeros.data();
+        else keys[i] = static_cast<const float*>(side.data) + side.row(slot, work_.kv_head) * side.dim;
       }
       dot_rows(s_.q.data(), rows_, k_dim_, keys, s_.scores.data() + c);
     }
   }
 
   void load_values(const int64_t* slots) {
-    const KVSide side = value_side(call_.pages);
-    for (int64_t c = columns_.first; c < columns_.last; ++c) {
-      float* row = s_.values.data() + c * v_dim_;
-      if (slots[c] < 0) {
-        std::fill(row, row + v_dim_, 0.0f);
-      } else {
-        take_row(side, side.row(slots[c], work_.kv_head), row, v_dim_);
-      }
-    }
+    const int64_t first = columns_.first;
+    decode_rows(
+        value_side(call_.pages), slots + first, columns_.last - first, work_.kv_head,
+        s_.values.data() + first * v_dim_, v_dim_);
   }
 
   // The weights of row m: scores become e^(score - peak), with their sum. False where the row sees no key.

@@ -11,13 +11,6 @@ namespace {
 
 using namespace simd;
 
-float f16_to_f32(uint16_t bits) {
-  uint16_t row[kLanes] = {bits};
-  float out[kLanes];
-  store(out, load_f16(row));
-  return out[0];
-}
-
 uint16_t f32_to_f16(float x) {
   float row[kLanes] = {x};
   uint16_t out[kLanes];
@@ -55,7 +48,7 @@ void encode_int8(const float* x, int64_t dim, int8_t* out, uint16_t* scale_out) 
   float exact = largest / 127.0f;
   if (exact > 65504.0f && std::isfinite(exact)) exact = 65504.0f;
   *scale_out = f32_to_f16(exact);
-  float divisor = f16_to_f32(*scale_out);
+  float divisor = f16_one(*scale_out);
   if (divisor == 0.0f) divisor = std::numeric_limits<float>::infinity();
   i = 0;
   if (finite) {
@@ -93,29 +86,52 @@ bool tables_fit(const KVPages& pages, const GroupTables& tables, const BatchRows
   return true;
 }
 
-void decode_row(const KVSide& side, int64_t row, float* out) {
-  const int64_t dim = side.dim, whole = dim - dim % kLanes;
-  const int64_t start = row * dim;
-  if (side.type == kKVF32) {
-    std::memcpy(out, static_cast<const float*>(side.data) + start, static_cast<size_t>(dim) * 4);
-  } else if (side.type == kKVF16) {
-    const uint16_t* x = static_cast<const uint16_t*>(side.data) + start;
-    for (int64_t i = 0; i < whole; i += kLanes) store(out + i, load_f16(x + i));
-    for (int64_t i = whole; i < dim; ++i) out[i] = f16_to_f32(x[i]);
-  } else if (side.type == kKVBF16) {
-    const uint16_t* x = static_cast<const uint16_t*>(side.data) + start;
-    for (int64_t i = 0; i < whole; i += kLanes) store(out + i, load_bf16(x + i));
-    for (int64_t i = whole; i < dim; ++i) {
-      const uint32_t bits = static_cast<uint32_t>(x[i]) << 16;
-      std::memcpy(out + i, &bits, 4);
-    }
-  } else {
-    const int8_t* x = static_cast<const int8_t*>(side.data) + start;
-    const float scale = f16_to_f32(side.scales[row]);
-    const F32 scales = splat(scale);
-    for (int64_t i = 0; i < whole; i += kLanes) store(out + i, to_f32(load_i8(x + i)) * scales);
-    for (int64_t i = whole; i < dim; ++i) out[i] = static_cast<float>(x[i]) * scale;
+namespace {
+
+template <int64_t kType> F32 load_lanes(const void* data, int64_t at, F32 scale) {
+  if constexpr (kType == kKVF32) return load(static_cast<const float*>(data) + at);
+  if constexpr (kType == kKVF16) return load_f16(static_cast<const uint16_t*>(data) + at);
+  if constexpr (kType == kKVBF16) return load_bf16(static_cast<const uint16_t*>(data) + at);
+  return to_f32(load_i8(static_cast<const int8_t*>(data) + at)) * scale;
+}
+
+template <int64_t kType> float load_one(const void* data, int64_t at, float scale) {
+  if constexpr (kType == kKVF32) return static_cast<const float*>(data)[at];
+  if constexpr (kType == kKVF16) return f16_one(static_cast<const uint16_t*>(data)[at]);
+  if constexpr (kType == kKVBF16) {
+    const uint32_t bits = static_cast<uint32_t>(static_cast<const uint16_t*>(data)[at]) << 16;
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
   }
+  return static_cast<float>(static_cast<const int8_t*>(data)[at]) * scale;
+}
+
+template <int64_t kType>
+void decode(const KVSide& side, const int64_t* slots, int64_t count, int64_t head, float* out, int64_t width) {
+  const int64_t dim = side.dim;
+  for (int64_t c = 0; c < count; ++c, out += width) {
+    if (slots[c] < 0) {
+      std::fill(out, out + width, 0.0f);
+      continue;
+    }
+    const int64_t row = side.row(slots[c], head), start = row * dim;
+    const float scale = kType == kKVInt8 ? f16_one(side.scales[row]) : 1.0f;
+    const F32 scales = splat(scale);
+    int64_t i = 0;
+    for (; i + kLanes <= dim; i += kLanes) store(out + i, load_lanes<kType>(side.data, start + i, scales));
+    for (; i < dim; ++i) out[i] = load_one<kType>(side.data, start + i, scale);
+    for (; i < width; ++i) out[i] = 0.0f;
+  }
+}
+
+}  // namespace
+
+void decode_rows(const KVSide& side, const int64_t* slots, int64_t count, int64_t head, float* out, int64_t width) {
+  if (side.type == kKVF32) decode<kKVF32>(side, slots, count, head, out, width);
+  else if (side.type == kKVF16) decode<kKVF16>(side, slots, count, head, out, width);
+  else if (side.type == kKVBF16) decode<kKVBF16>(side, slots, count, head, out, width);
+  else decode<kKVInt8>(side, slots, count, head, out, width);
 }
 
 void encode_row(const KVSide& side, int64_t row, const float* x) {

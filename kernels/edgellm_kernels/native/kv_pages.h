@@ -48,8 +48,8 @@ inline KVSide value_side(const KVPages& p) {
   return {p.values, p.value_scales, p.value_type, p.kv_heads, p.v_dim};
 }
 
-// A stored row as f32, out[dim]. Reads nothing behind the row.
-void decode_row(const KVSide& side, int64_t row, float* out);
+// Stored rows of one head as f32, out[count][width], behind dim filled with zeros; zeros where a slot is below 0.
+void decode_rows(const KVSide& side, const int64_t* slots, int64_t count, int64_t head, float* out, int64_t width);
 // Stores x[dim]: the same bytes as kv_store_torch.py from the same floats.
 void encode_row(const KVSide& side, int64_t row, const float* x);
 

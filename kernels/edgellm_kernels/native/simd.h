@@ -43,6 +43,7 @@ inline F32 load_f16(const uint16_t* p) {
 inline void store_f16(uint16_t* p, F32 a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
 }
+inline float f16_one(uint16_t a) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(a))); }
 inline F32 load_bf16(const uint16_t* p) {
   __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   return {_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16))};
@@ -154,6 +155,10 @@ inline F32 load_f16(const uint16_t* p) {
   VU special = reinterpret_cast<VU>(rest >= 0x0f800000u);
   VU bits = (reinterpret_cast<VU>(scaled) & ~special) | ((rest | 0x7f800000u) & special);
   return {reinterpret_cast<VF>(bits | sign)};
+}
+inline float f16_one(uint16_t a) {
+  uint16_t lanes[kLanes] = {a};
+  return load_f16(lanes).v[0];
 }
 inline uint16_t f16_from_f32(float value) {
   uint32_t bits;

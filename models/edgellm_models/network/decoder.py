@@ -60,7 +60,7 @@ class Decoder:
         self.kernels = kernels
         self.notices = tuple(notices)
         self.weight_bytes = _weight_bytes(weights)
-        self._ropes = tuple(Rope(rope, kernels.device) for rope in spec.ropes)
+        self.ropes = tuple(Rope(rope, kernels.device) for rope in spec.ropes)
         # layer -> (its KV group, its index within the group)
         self._places = {
             layer: (group, index)
@@ -112,7 +112,9 @@ class Decoder:
         )
         counts = batch.query_starts.diff().long()
         lengths = batch.groups[0].key_lengths if batch.rope_lengths is None else batch.rope_lengths
-        angles = tuple(rope.cos_sin(batch.positions, lengths, counts) for rope in self._ropes)
+        angles = tuple(
+            rope.cos_sin(batch.positions, lengths, counts, kernels.rope_angles) for rope in self.ropes
+        )
 
         residual = kernels.embed(batch.token_ids, self.weights.embedding, spec.embedding_scale)
         x: torch.Tensor | None = None  # the last sub-layer's output, not yet added

@@ -19,6 +19,7 @@ from bisect import bisect_left
 
 import torch
 
+from edgellm_kernels.ops import RopeAngles, rope_angles
 from edgellm_models.network.spec import RopeSpec
 
 
@@ -114,7 +115,7 @@ class Rope:
         self.factor = attention_factor(spec)
         self._short = inverse_frequencies(spec).to(self.device)
 
-    def _frequencies(self, lengths: torch.Tensor | None, counts: torch.Tensor) -> torch.Tensor:
+    def _by_length(self, lengths: torch.Tensor | None, counts: torch.Tensor) -> torch.Tensor:
         """[pairs], or [tokens, pairs] where sequences of this batch differ. lengths, counts: [sequences]."""
         limit = self.spec.switch_length
         if limit is None or lengths is None:
@@ -131,19 +132,30 @@ class Rope:
         table = torch.stack([inverse_frequencies(self.spec, length) for length in (0, *long)]).to(self.device)
         return table.to(self.device)[torch.tensor(rows, device=self.device).repeat_interleave(counts)]
 
-    def cos_sin(
-        self, positions: torch.Tensor, lengths: torch.Tensor | None, counts: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin times the attention factor: f32 [tokens, dims / 2] each.
+    def frequencies(
+        self, num_tokens: int, lengths: torch.Tensor | None, counts: torch.Tensor
+    ) -> torch.Tensor:
+        """Radians per position: f32 [pairs], or [tokens, pairs] where the sequences of a batch differ.
 
-        positions: int64 [tokens]. lengths: [sequences], by which length-dependent scalings choose; None is
-        short. counts: int64 [sequences], tokens of each sequence in the batch.
+        lengths: [sequences], by which length-dependent scalings choose; None is short. counts: int64
+        [sequences], tokens of each sequence in the batch.
         """
-        frequencies = self._frequencies(lengths, counts)
-        if frequencies.ndim == 2 and len(frequencies) < len(positions):
+        frequencies = self._by_length(lengths, counts)
+        if frequencies.ndim == 2 and len(frequencies) < num_tokens:
             # Rows behind the last sequence are padding: any angle serves.
-            padding = frequencies.new_zeros((len(positions) - len(frequencies), frequencies.shape[1]))
+            padding = frequencies.new_zeros((num_tokens - len(frequencies), frequencies.shape[1]))
             frequencies = torch.cat((frequencies, padding))
-        angles = positions[:, None].float() * frequencies
-        cos, sin = angles.cos(), angles.sin()
-        return (cos, sin) if self.factor == 1.0 else (cos * self.factor, sin * self.factor)
+        return frequencies
+
+    def cos_sin(
+        self,
+        positions: torch.Tensor,
+        lengths: torch.Tensor | None,
+        counts: torch.Tensor,
+        angles: RopeAngles = rope_angles,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin times the attention factor: f32 [tokens, dims / 2] each, as ``angles`` computes them.
+
+        positions: int64 [tokens]. lengths, counts: see ``frequencies``.
+        """
+        return angles(positions, self.frequencies(len(positions), lengths, counts), self.factor)
