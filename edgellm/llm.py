@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from edgellm.contracts import (
     ChatMessage,
@@ -212,6 +212,35 @@ class LLM:
                     self._remembered, answer.text, answer.token_ids, self._runtime.tokenizer
                 )
         return replace(result, notices=(*built.notices, *result.notices))
+
+    def save_kv(self, text: Prompt | Sequence[ChatMessage | Mapping[str, Any]], path: str | Path) -> int:
+        """Writes the KV of a prompt, of ids (say a result's prompt and answer), or of a chat's messages to a
+        file that ``load_kv`` of a later process takes up; how many tokens it holds.
+
+        Whole blocks of what is still in the cache. BadInputError when nothing is, OutputError.
+        """
+        if isinstance(text, str) or all(isinstance(item, int) for item in text):
+            ids = self._ids(cast(Prompt, text))
+        else:
+            messages = [_message(cast(ChatMessage, message)) for message in text]
+            with self._lock:
+                encoder, remembered = self._chat_encoder(), self._remembered
+            from edgellm.chat.request import template_message
+
+            ids = encoder.encode([template_message(m) for m in messages], remembered=remembered).token_ids
+        answers = [(answer.text, answer.token_ids) for answer in self._remembered]
+        return self._runtime.engine.save_kv(Path(path), ids, answers=answers)
+
+    def load_kv(self, path: str | Path) -> int:
+        """Puts the KV of a file into the cache, so that what begins with its tokens starts without a prefill;
+        how many tokens. BadInputError, one line, when it is damaged or of another model, KV type or version.
+        """
+        from edgellm_models.tokenizer.chat_encoding import RememberedAnswer
+
+        saved = self._runtime.engine.load_kv(Path(path))
+        with self._lock:
+            self._remembered = (*self._remembered, *(RememberedAnswer(*a) for a in saved.answers))
+        return len(saved.token_ids)
 
     # --- inside ---
 

@@ -44,6 +44,7 @@ INTEGER_CACHE = {
         "kv_sizes",
         "prefix_index",
         "prefix_match",
+        "saved_blocks",
         "sequence_blocks",
         "tail_rings",
     )
@@ -127,6 +128,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
             "kv_manager",
             "prefix_index",
             "prefix_match",
+            "saved_blocks",
             "sequence_blocks",
         )
     },
@@ -187,6 +189,10 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"torch", "numpy"},
     ),
     "edgellm.evaluate.windows": ({"edgellm_models.errors"}, set()),
+    "edgellm.engine.saved_kv": (
+        {"edgellm.contracts", "edgellm_models.errors", "edgellm_models.checkpoint.safetensors_header"},
+        {"torch"},
+    ),
     "edgellm.engine.stop_strings": ({"edgellm.contracts", "edgellm_models.errors"}, set()),
     "edgellm.client": (
         {

@@ -44,6 +44,13 @@ class ConversationMemory:
         while len(self._tokens) > self._max:
             self._tokens.popitem(last=False)
 
+    def latest(self, conversations: Sequence[tuple[str, str]]) -> tuple[str, tuple[int, ...]] | None:
+        """Salt and tokens of that one of these conversations that was remembered last."""
+        for (salt, name), tokens in reversed(self._tokens.items()):
+            if (salt, name) in conversations:
+                return salt, tuple(tokens)
+        return None
+
     def compare(
         self, conversation: tuple[str, str], token_ids: Sequence[int], reused: int, block_size: int
     ) -> Divergence | None:

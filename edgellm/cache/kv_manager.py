@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from edgellm.cache import host_offload, integrity
+from edgellm.cache import host_offload, integrity, saved_blocks
 from edgellm.cache.block_pool import BlockPool
 from edgellm.cache.conversation import ConversationMemory, Divergence
 from edgellm.cache.prefix_index import PrefixIndex, PrefixNode
@@ -393,6 +393,27 @@ class KVManager:
                     unused[key] = min(empty, unused.get(key, empty))
         slots = sum(pool.num_used for pool in self.pools) * self.block_size
         return sum(unused.values()) / slots if slots else 0.0
+
+    # --- what outlives the process ---
+
+    def conversation(self, conversation_id: str, salts: Sequence[str]) -> tuple[str, tuple[int, ...]] | None:
+        """Under which of these salts a conversation's last sequence was committed, and its tokens."""
+        return self._conversations.latest([(salt, conversation_id) for salt in salts])
+
+    def find_saved(self, token_ids: Sequence[int], salt: str) -> tuple[int, list[list[int]]]:
+        """As ``saved_blocks.find``."""
+        return saved_blocks.find(self, token_ids, salt)
+
+    def first_saved(self, num_blocks: int) -> tuple[int, ...]:
+        """As ``saved_blocks.first_saved``."""
+        return saved_blocks.first_saved(self, num_blocks)
+
+    def adopt(self, token_ids: Sequence[int], salt: str, write: saved_blocks.WriteBlocks) -> None:
+        """As ``saved_blocks.adopt``. EngineError for tokens that are no whole blocks, or without a prefix
+        cache."""
+        if len(token_ids) % self.block_size or not self.enable_prefix_cache:
+            raise EngineError(f"{len(token_ids)} tokens cannot be kept as cached blocks of {self.block_size}")
+        saved_blocks.adopt(self, token_ids, salt, write)
 
     def check_integrity(self) -> None:
         """Asserts the fifteen invariants of the cache (integrity.py)."""

@@ -4,6 +4,7 @@ root.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import os
@@ -11,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from edgellm.config import ResolvedConfig
     from edgellm.engine.async_engine import AsyncEngine
     from edgellm.engine.engine import Engine
+    from edgellm.engine.saved_kv import KVIdentity
     from edgellm.runner.model_runner import ModelRunner
     from edgellm_kernels.batch import KVStorage
     from edgellm_models.checkpoint.reader import Checkpoint
@@ -205,6 +207,8 @@ def load_runtime(
         context_length=context,
         vocab_size=spec.vocab_size,
         rope_switch_length=spec.rope_switch_length,
+        kv_identity=cache(partial(_kv_identity, path, spec, kv)),
+        model_name=name,
         kv_window=resolved.kv_window,
         kv_budget=resolved.kv_budget,
         prefill_chunk=chunk,
@@ -256,6 +260,15 @@ def _kv_read_bytes(spec: ModelSpec, kv: KVType, tokens: int) -> int:
         kv_bytes_per_position(spec, len(group.layers), kv) * min(tokens, group.window or tokens)
         for group in spec.kv_groups
     )
+
+
+def _kv_identity(path: Path, spec: ModelSpec, kv: KVType) -> KVIdentity:
+    from edgellm.cache.kv_storage import BLOCK_SIZE
+    from edgellm.engine.saved_kv import KVIdentity
+    from edgellm_models.checkpoint.fingerprint import fingerprint
+
+    rope = hashlib.blake2b(repr((spec.ropes, spec.rope_switch_length)).encode(), digest_size=8).hexdigest()
+    return KVIdentity(fingerprint(path), kv.name, str(BLOCK_SIZE), rope)
 
 
 def default_model_notice(name: str) -> Notice:

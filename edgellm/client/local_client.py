@@ -7,6 +7,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from edgellm.chat.events import ChatEventMaker
@@ -149,6 +150,25 @@ class LocalClient:
         for turn in self._turns.get(conversation_id, ()):
             turn.cancelled = True
             self._engine.cancel(turn.request_id)
+
+    async def save_chat(self, conversation_id: str, path: Path) -> int:
+        """Writes the KV of a conversation to a file, with its answers as ids, so that a later process goes on
+        without a prefill; how many tokens. BadInputError when there is no answer yet, OutputError."""
+        answers = [(a.text, a.token_ids) for a in self._remembered.get(conversation_id, ())]
+        return await asyncio.to_thread(
+            self._engine.save_kv, path, conversation_id=conversation_id, answers=answers
+        )
+
+    async def load_chat(self, conversation_id: str, path: Path) -> int:
+        """Takes a conversation up from its file: the next answer reuses what it holds; how many tokens.
+
+        BadInputError, one line, when the file is damaged or belongs to another model, KV type or version; the
+        conversation then just starts with a prefill.
+        """
+        saved = await asyncio.to_thread(self._engine.load_kv, path)
+        self._remembered[conversation_id] = tuple(RememberedAnswer(*answer) for answer in saved.answers)
+        self._remembered.move_to_end(conversation_id)
+        return len(saved.token_ids)
 
     async def close(self) -> None:
         """Cancels what is open and stops the engine."""

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from edgellm.contracts import EngineStats, FinishReason, GenerationEngine, GenerationRequest, TokenEvent
 from edgellm.engine.event_queue import EventQueue
 from edgellm.engine.stats import as_of
 from edgellm_models.errors import EdgeLLMError, EngineError
+
+if TYPE_CHECKING:
+    from edgellm.engine.kv_exchange import KVExchange
+    from edgellm.engine.saved_kv import SavedKV
+
+_T = TypeVar("_T")
 
 
 class SteppedEngine(GenerationEngine, Protocol):
@@ -74,6 +82,8 @@ class AsyncEngine:
         self._queues: dict[str, EventQueue] = {}
         self._samples: dict[str, set[int]] = {}
         """Samples that have not ended, by request."""
+        self._calls: list[concurrent.futures.Future[Any]] = []
+        """Those that somebody may still wait for."""
         self._closing = False
         self._fault: str | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -123,6 +133,57 @@ class AsyncEngine:
                 self._commands.append(lambda: self._engine.cancel(request_id))
                 self._changed.notify()
 
+    def call(self, work: Callable[[], _T]) -> _T:
+        """Runs something between two steps in the engine's thread and waits for it; what it raises is raised
+        here and harms no request. Not from an event loop: a step may take a second."""
+        future: concurrent.futures.Future[_T] = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+        with self._changed:
+            if self._fault is not None or self._closing:
+                raise EngineError(f"the engine serves no more: {self._fault or 'it is closed'}")
+            self._calls.append(future)
+            self._commands.append(run)
+            self._changed.notify()
+        return future.result()
+
+    def save_kv(
+        self,
+        path: Path,
+        token_ids: Sequence[int] | None = None,
+        *,
+        conversation_id: str | None = None,
+        answers: Sequence[tuple[str, Sequence[int]]] = (),
+        salt: str = "",
+    ) -> int:
+        """Writes the KV of a text, or of a conversation's last request, to a file; how many tokens it holds.
+
+        From any thread but an event loop's. BadInputError when nothing of it is in the cache, OutputError.
+        """
+        exchange = self._exchange()
+        saved = self.call(lambda: exchange.snapshot(token_ids, conversation_id=conversation_id, salt=salt))
+        exchange.write(path, saved, answers)
+        return len(saved.token_ids)
+
+    def load_kv(self, path: Path) -> SavedKV:
+        """Puts the KV of a file into the prefix cache; what the file held. From any thread but an event
+        loop's. BadInputError, one line, when the file is damaged or belongs to another model or setting."""
+        exchange = self._exchange()
+        saved = exchange.read(path)
+        self.call(lambda: exchange.adopt(saved))
+        return saved
+
+    def _exchange(self) -> KVExchange:
+        exchange = getattr(self._engine, "exchange", None)
+        if exchange is None:
+            raise EngineError("this engine keeps no KV that could be saved")
+        return cast("KVExchange", exchange)
+
     def close(self) -> None:
         """Cancels what is open and waits for the thread. Must not be called by the engine's own thread."""
         with self._changed:
@@ -150,6 +211,7 @@ class AsyncEngine:
                 self._changed.wait()
             commands = list(self._commands)
             self._commands.clear()
+            self._calls = [call for call in self._calls if not call.done()]
             closing = self._closing
             if closing:
                 for request_id in self._queues:
@@ -182,6 +244,10 @@ class AsyncEngine:
             self._queues.clear()
             self._samples.clear()
             self._commands.clear()
+            calls, self._calls = self._calls, []
+        for call in calls:
+            if not call.done():
+                call.set_exception(EngineError(f"the engine has failed and serves no more: {reason}"))
         for request_id, queue in queues.items():
             for sample in sorted(samples[request_id]):
                 queue.put(TokenEvent(request_id, sample, finish_reason=FinishReason.ERROR, error=reason))

@@ -24,6 +24,8 @@ from edgellm.contracts import (
 from edgellm.engine import wording
 from edgellm.engine.answer import Answer, TextDecoder
 from edgellm.engine.checks import check_eviction, check_request
+from edgellm.engine.kv_exchange import KVExchange
+from edgellm.engine.saved_kv import KVIdentity
 from edgellm.engine.sequence import Sample
 from edgellm.engine.stats import StatsRecorder
 from edgellm.scheduler.scheduler import Scheduler
@@ -66,16 +68,23 @@ class Engine:
         rope_switch_length: int | None = None,
         kv_window: int = KV_WINDOW,
         kv_budget: int = KV_BUDGET,
+        kv_identity: Callable[[], KVIdentity] | None = None,
+        model_name: str = "",
         recorder: StatsRecorder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``token_budget``: rows of a step; by default a chunk beside a token of every other sample.
 
         ``kv_window`` and ``kv_budget``: tokens kept by requests with such a policy and no number themselves.
+        ``kv_identity`` and ``model_name``: what files of saved KV state, see ``exchange``.
         """
         self.context_length = context_length
         self.vocab_size = vocab_size
         self._runner = runner
+        self.exchange = KVExchange(
+            kv, runner, context_length, vocab_size, rope_switch_length, kv_identity, model_name
+        )
+        """Saves and loads KV of the cache."""
         self._tokenizer = tokenizer
         self._kv = kv
         self._make_decoder = make_decoder

@@ -65,6 +65,36 @@ class ModelRunner:
         self.row_sink: RowSink | None = None
         """Where there is one it is given every row of logits, and prompts are not scored here."""
 
+    def page_parts(self) -> list[tuple[torch.Tensor, ...]]:
+        """Per layer group the parts of its pages [layers, blocks, ...], without content: for their forms."""
+        return [tuple(part[:, :0] for part in group.pages()) for group in self._kv.storages]
+
+    def read_pages(self, blocks: Sequence[Sequence[int]]) -> list[tuple[torch.Tensor, ...]]:
+        """Copies of these blocks of each layer group, on the host. Between two steps only."""
+        with torch.inference_mode(False):
+            return [
+                tuple(
+                    part.index_select(1, torch.tensor(ids, dtype=torch.int64, device=part.device)).to("cpu")
+                    for part in group.pages()
+                )
+                for group, ids in zip(self._kv.storages, blocks, strict=True)
+            ]
+
+    def write_pages(
+        self,
+        pages: Sequence[Sequence[torch.Tensor]],
+        places: Sequence[Sequence[int]],
+        blocks: Sequence[Sequence[int]],
+    ) -> None:
+        """Fills blocks of each layer group with those that lie in ``pages`` at ``places``. Between two steps
+        only, and only blocks that nobody reads."""
+        for group, parts, here, ids in zip(self._kv.storages, pages, places, blocks, strict=True):
+            for target, source in zip(group.pages(), parts, strict=True):
+                chosen = source if list(here) == list(range(source.shape[1])) else source[:, list(here)]
+                where = torch.tensor(list(ids), dtype=torch.int64, device=target.device)
+                with torch.inference_mode():
+                    target.index_copy_(1, where, chosen.to(target.device))
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs one plan. Unusable logits are an error of their sequence; a failing kernel raises."""
         for sequence_id in plan.ended:

@@ -62,4 +62,9 @@ def kv_salt(sequence: Sequence) -> str:
     K of the rope's two scalings are of no use to each other, and a prompt whose tokens are scored must run.
     """
     scored = f"scored-{sequence.sequence_id}-" if sequence.start.prompt_logprobs is not None else ""
-    return f"{scored}{'short' if sequence.rope_is_short else 'long'}:{sequence.salt}"
+    return scored + shared_salt(sequence.salt, is_short=sequence.rope_is_short)
+
+
+def shared_salt(salt: str, *, is_short: bool) -> str:
+    """``kv_salt`` of sequences whose blocks others may use, for a request's own salt."""
+    return f"{'short' if is_short else 'long'}:{salt}"
