@@ -190,6 +190,8 @@ def _alone(path: Path) -> Iterator[None]:
 
 def build_in_place() -> str | None:
     """Build beside the sources, for a tree that is used without an installation; see build_or_explain."""
+    if is_fresh(SOURCES / BUILT):
+        return None  # without waiting for a build of another tree
     objects = Path(tempfile.gettempdir()) / f"edgellm-native-objects-{os.getuid()}"
     objects.mkdir(mode=0o700, exist_ok=True)
     if objects.stat().st_uid != os.getuid():
