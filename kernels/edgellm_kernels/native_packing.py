@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from edgellm_kernels.ggml_types import GGML_TYPES_BY_NAME
-from edgellm_kernels.int_groups import dequantize_groups
+from edgellm_kernels.int_groups import as_blocks, dequantize_groups
 from edgellm_kernels.native_library import load_library
 from edgellm_kernels.native_threads import pool
 from edgellm_kernels.weights import (
@@ -31,7 +31,7 @@ def _source(part: HeldPart) -> tuple[str, torch.Tensor]:
     if isinstance(part, DenseWeight):
         return _DENSE_NAMES[part.data.dtype], part.data
     if isinstance(part, IntWeight):
-        # NOTE: grids of GPTQ and AWQ have no packed form yet; as f32 they keep their bits.
+        # NOTE: what no block type holds exactly (act-order, odd groups) keeps its bits as f32.
         return "F32", dequantize_groups(part, torch.float32)
     raise TypeError(f"a {type(part).__name__} is packed already")
 
@@ -81,12 +81,17 @@ def _source_type(part: HeldPart) -> str:
     return _DENSE_NAMES[part.data.dtype] if isinstance(part, DenseWeight) else "F32"
 
 
+def _as_blocks(part: HeldPart) -> HeldPart:
+    """Integer grids (GPTQ, AWQ) as the block type that holds the same values, where there is one."""
+    return (as_blocks(part) or part) if isinstance(part, IntWeight) else part
+
+
 def pack_weight(weight: LinearWeight) -> LinearWeight:
     """A weight in packed form; neighbouring parts of one type become one matrix."""
     if not isinstance(weight, StackedWeight):
-        return pack([weight])
+        return pack([_as_blocks(weight)])
     groups: list[list[HeldPart]] = []
-    for part in weight.parts:
+    for part in map(_as_blocks, weight.parts):
         last = groups[-1] if groups else []
         joins = bool(last) and _source_type(last[0]) == _source_type(part)
         if joins and all(member.shape[0] % TILE_ROWS == 0 for member in last):

@@ -19,7 +19,6 @@ from edgellm_models.checkpoint.bit_packing import (
     pack_words,
     unpack_awq,
     unpack_words,
-    zeros_from_gptqmodel_three_bits,
     zeros_from_v1,
     zeros_to_v1,
 )
@@ -70,8 +69,7 @@ def test_packing_is_a_round_trip(bits: int) -> None:
     words = pack_words(codes, bits)
     assert words.shape == (5, 96 * bits // 32)
     assert np.array_equal(unpack_words(words, bits), codes)
-    from_v1 = zeros_from_gptqmodel_three_bits if bits == 3 else partial(zeros_from_v1, bits=bits)
-    assert np.array_equal(from_v1(zeros_to_v1(codes, bits)), codes) and 0 in codes
+    assert np.array_equal(zeros_from_v1(zeros_to_v1(codes, bits), bits), codes) and 0 in codes
     if bits == 4:
         assert np.array_equal(unpack_awq(pack_awq(codes)), codes)
         assert pack_awq(np.arange(8, dtype=np.uint8)).tolist() == [0x75316420]
@@ -134,7 +132,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 
 def test_three_bits_of_gptqmodel(tmp_path: Path) -> None:
-    """GPTQModel takes another constant off v1 words of 3 bits than one per field: both dialects are read."""
+    """Old GPTQModels take another constant off v1 words of 3 bits than one per field: both are read."""
     folder = tiny(tmp_path)
     constant = np.array([0x24924924, 0x92492492, 0x49249249], dtype=np.uint32)
 
@@ -150,6 +148,9 @@ def test_three_bits_of_gptqmodel(tmp_path: Path) -> None:
     save_file(dense, folder / "model.safetensors", {"format": "pt"})
     section |= {"sym": False, "meta": {"quantizer": ["gptqmodel:4.2.5"]}}
     check_values(folder, pack_folder(folder, section, make, bits=3, group=32, asym=True))
+    edit_config(folder, quantization_config=section | {"meta": {"quantizer": ["gptqmodel:6.0.0"]}})
+    with pytest.raises(BadInputError, match="two ways; gptq_v2 has one"):
+        open_checkpoint(folder).weight("blk.0.attn_q.weight")
 
 
 def test_gptq_modules_of_other_bits(tmp_path: Path) -> None:

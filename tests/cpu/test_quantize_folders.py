@@ -70,7 +70,16 @@ def check_against_formula(source: Path, out: Path, read: Any, most: float) -> No
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(
     ("bits", "version", "most"),
-    [(2, 1, 0.2), (2, 2, 0.2), (3, 2, 0.05), (4, 1, 0.012), (4, 2, 0.012), (8, 1, 1e-4), (8, 2, 1e-4)],
+    [
+        (2, 1, 0.2),
+        (2, 2, 0.2),
+        (3, 1, 0.05),
+        (3, 2, 0.05),
+        (4, 1, 0.012),
+        (4, 2, 0.012),
+        (8, 1, 1e-4),
+        (8, 2, 1e-4),
+    ],
 )
 def test_gptq_folders(tmp_path: Path, bits: int, version: int, most: float, symmetric: bool) -> None:
     """E02, E06, E07: every width, version and zero point by the published formula, positive rows included."""
@@ -96,16 +105,15 @@ def test_gptq_folders(tmp_path: Path, bits: int, version: int, most: float, symm
         assert set(stored.numpy().view(np.uint32).flatten().tolist()) == {
             sum(middle << place for place in range(0, 32, bits))
         }
-    assert section["meta"]["recipe"]["bits"] == bits and section["meta"]["quantizer"][0].startswith(
-        "edgellm:"
-    )
+    assert section["meta"]["recipe"]["bits"] == bits
+    assert section["meta"]["quantizer"][0].startswith("edgellm:")
     weights = sum(tensor.numel() for tensor in tensors.values())
     size = sum(tensor.nbytes for tensor in all_tensors(out).values())
     assert report.bits_per_weight == pytest.approx(8 * size / weights) and report.num_weights == weights
 
 
 def test_awq_and_compressed_folders(tmp_path: Path) -> None:
-    """AWQ by its formula (a zero point of 0 is kept: E02), compressed-tensors with and without zero points."""
+    """AWQ by its formula (a zero point of 0 is kept: E02), compressed-tensors with and without zeros."""
     source = tiny(tmp_path / "source")
     quantize(source, tmp_path / "awq", format="awq", group_size=32)
     check_against_formula(source, tmp_path / "awq", lambda t, stem: awq_values(t, stem, 32), 0.012)

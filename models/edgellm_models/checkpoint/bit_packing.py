@@ -16,7 +16,7 @@ _AWQ_NIBBLE_OF = tuple(AWQ_ORDER.index(column) for column in range(8))
 
 _ONE_PER_FIELD = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
 _GPTQMODEL_THREE_BITS = (0x24924924, 0x92492492, 0x49249249)
-"""What GPTQModel adds to words of 3-bit zero points, having taken it off: not one in every field."""
+"""What old GPTQModels add to words of 3-bit zero points, having taken it off: not one in every field."""
 
 
 def unpack_words(words: Words, bits: int) -> Codes:
@@ -76,17 +76,13 @@ def zeros_from_v1(words: Words, bits: int) -> Codes:
 
 
 def zeros_to_v1(zeros: Codes, bits: int) -> Words:
-    """The words of a v1 GPTQ file for true zero points [..., n]. For 3 bits in GPTQModel's dialect."""
-    words = pack_words(zeros, bits)
+    """The words of a v1 GPTQ file for true zero points [..., n], the inverse of ``zeros_from_v1``."""
     if bits == 3:
-        return words - _three_bits(words)
-    return words - np.uint32(_ONE_PER_FIELD[bits])
+        return pack_words((zeros - np.uint8(1)) & np.uint8(7), 3)
+    return pack_words(zeros, bits) - np.uint32(_ONE_PER_FIELD[bits])
 
 
 def zeros_from_gptqmodel_three_bits(words: Words) -> Codes:
-    """True 3-bit zero points of a v1 file by GPTQModel."""
-    return unpack_words(words + _three_bits(words), 3)
-
-
-def _three_bits(words: Words) -> Words:
-    return np.resize(np.array(_GPTQMODEL_THREE_BITS, dtype=np.uint32), words.shape[-1])
+    """True 3-bit zero points of a v1 file by a GPTQModel before version 7."""
+    pattern = np.array(_GPTQMODEL_THREE_BITS, dtype=np.uint32)
+    return unpack_words(words + np.resize(pattern, words.shape[-1]), 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,8 @@ class PackedFormat:
     stored_minus_one: bool = False
     """GPTQ v1."""
     symmetric: bool = False
-    by_gptqmodel: bool = False
+    gptqmodel: int | None = None
+    """Major version of the GPTQModel that wrote the file; None: another tool, or not stated."""
     desc_act: bool = False
     mixed: bool = False
     """Single modules may have other bits and groups than the whole."""
@@ -245,19 +247,25 @@ def gptq_format(section: Mapping[str, Any], folder: Path) -> PackedFormat:
         )
     if section.get("pack_dtype", "int32") not in ("int32", None):
         raise BadInputError(f"{where}: pack_dtype {str(section['pack_dtype'])[:20]!r} is not read; int32 is")
-    meta = section.get("meta")
-    quantizer = meta.get("quantizer") if isinstance(meta, Mapping) else None
-    names = quantizer if isinstance(quantizer, list) else [quantizer]
     return PackedFormat(
         "gptq",
         bits,
         group_size,
         stored_minus_one=layout == "gptq",
         symmetric=bool(section.get("sym", True)),
-        by_gptqmodel=any(isinstance(name, str) and name.startswith("gptqmodel") for name in names),
+        gptqmodel=_gptqmodel_version(section),
         desc_act=bool(section.get("desc_act", False)),
         mixed=bool(section.get("dynamic")),
     )
+
+
+def _gptqmodel_version(section: Mapping[str, Any]) -> int | None:
+    meta = section.get("meta")
+    quantizer = meta.get("quantizer") if isinstance(meta, Mapping) else None
+    for name in quantizer if isinstance(quantizer, list) else [quantizer]:
+        if isinstance(name, str) and (match := re.match(r"gptqmodel:(\d{1,4})\.", name)):
+            return int(match[1])
+    return None
 
 
 def awq_format(section: Mapping[str, Any], folder: Path) -> PackedFormat:

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from edgellm_kernels.weights import Int4Weight, Int8Weight
 
 
+_UNCLEAR_GPTQMODEL = (5, 6)
+"""Major versions of GPTQModel whose 3-bit zero points are not known: 4.2.5 takes a pattern off whole words,
+7.7.0 one off each field."""
+
+
 def read_packed(
     linear: PackedLinear, view: Callable[[str], torch.Tensor], label: str
 ) -> Int4Weight | Int8Weight:
@@ -36,7 +41,7 @@ def read_packed(
     index = None
     zeros: Codes | None
     if method == "gptq":
-        codes, zeros = _gptq_codes(linear, view)
+        codes, zeros = _gptq_codes(linear, view, label)
         scales = view(linear.tensors["scales"].name).t()
         index = _group_index(linear, view, scales.shape[1], label)
     elif method == "awq":
@@ -70,7 +75,7 @@ def _words(tensor: torch.Tensor) -> Words:
     return words
 
 
-def _gptq_codes(linear: PackedLinear, view: Callable[[str], torch.Tensor]) -> tuple[Codes, Codes]:
+def _gptq_codes(linear: PackedLinear, view: Callable[[str], torch.Tensor], label: str) -> tuple[Codes, Codes]:
     """Codes [N, K] and true zero points [N, groups]."""
     codes = unpack_words(np.ascontiguousarray(_words(view(linear.tensors["qweight"].name)).T), linear.bits)
     words = _words(view(linear.tensors["qzeros"].name))
@@ -78,11 +83,17 @@ def _gptq_codes(linear: PackedLinear, view: Callable[[str], torch.Tensor]) -> tu
     if not form.stored_minus_one:
         return codes, unpack_words(words, linear.bits).T
     zeros = zeros_from_v1(words, linear.bits)
-    if linear.bits == 3:
-        theirs = zeros_from_gptqmodel_three_bits(words)
+    if linear.bits == 3 and not (form.symmetric and bool((zeros == 4).all())):
         # NOTE: two dialects share a name. A symmetric file shows which it is; else its writer does.
-        symmetric = form.symmetric and bool((theirs == 4).all())
-        if symmetric or (form.by_gptqmodel and not (form.symmetric and bool((zeros == 4).all()))):
+        theirs = zeros_from_gptqmodel_three_bits(words)
+        if form.symmetric and bool((theirs == 4).all()):
+            return codes, theirs.T
+        if form.gptqmodel in _UNCLEAR_GPTQMODEL:
+            raise BadInputError(
+                f"{label}: asymmetric codes of 3 bits in the format gptq by GPTQModel {form.gptqmodel}: "
+                "versions before 7 store these zero points in two ways; gptq_v2 has one"
+            )
+        if form.gptqmodel is not None and form.gptqmodel < min(_UNCLEAR_GPTQMODEL):
             zeros = theirs
     return codes, zeros.T
 
