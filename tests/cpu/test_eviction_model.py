@@ -12,6 +12,7 @@ import torch
 
 from edgellm.cache.kv_storage import kv_type
 from edgellm.contracts import GenerationRequest, SamplingParams, TokenEvent
+from edgellm.llm import LLM
 from edgellm_kernels.batch import GroupTables
 from edgellm_kernels.kv_store_torch import store_kv
 from edgellm_kernels.ops import block_scores
@@ -264,3 +265,20 @@ def test_a_score_is_the_mean_of_value_norms_over_key_norms(kv: str) -> None:
     assert both == pytest.approx(ratios.tolist(), rel=tolerance)
     assert [block_scores(storage, [block])[0] for block in (4, 1)] == both  # bit for bit
     assert kv_type(kv).name == kv and block_scores(storage, [0]) == [0.0]  # NaN bytes
+
+
+# --- from the settings to the notices ---
+
+
+def test_settings_reach_requests_and_what_went_is_told(tmp_path: Path) -> None:
+    """F04: nothing goes silently, and a context of 512 tokens takes the KV memory of its budget."""
+    path = make_tiny("llama", tmp_path / "m")
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=3, ignore_eos=True)
+    with LLM(path, kv_policy="budget", kv_budget=128, ctx=512) as llm:
+        assert llm.info.context_length == 512
+        assert sum(llm.stats.kv_blocks[name] for name in ("used", "cached", "free")) == 128 // 16 + 1
+        [result] = llm.generate([list(range(5, 205))], sampling)
+        told = [n.detail for n in result.notices if n.kind == "kv_evicted"]
+        assert told and "--kv-budget 128" in told[-1] and "of 203 tokens" in told[-1]
+    with pytest.raises(BadInputError, match=r"--kv-budget 48 .*64 or more"):
+        LLM(path, kv_policy="budget", kv_budget=48, ctx=512)
