@@ -43,7 +43,7 @@ acceptance: $(VENV)/.development
 clean:
 	rm -rf $(VENV) build dist *.egg-info
 
-$(VENV)/.runtime: pyproject.toml constraints.txt
+$(VENV)/.runtime: pyproject.toml constraints.txt setup.py $(wildcard kernels/edgellm_kernels/native/*.cpp kernels/edgellm_kernels/native/*.h)
 	@$(PYTHON) -c 'import sys; sys.exit("edgellm needs Python 3.11 or newer, but $(PYTHON) is " + sys.version.split()[0] + \
 	". Name another one: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
 	@echo "Setting up $(VENV) (once; torch is large) ..." >&2
