@@ -137,6 +137,8 @@ def load_runtime(
     from edgellm.engine.engine import MAX_RUNNING, PREFILL_CHUNK, Engine
     from edgellm.engine.stats import StatsRecorder
     from edgellm.runner.model_runner import ModelRunner
+    from edgellm.runner.step_program import StepProgram, choose_program
+    from edgellm_kernels.native_threads import num_threads, set_threads
     from edgellm_kernels.registry import explain
     from edgellm_models.checkpoint import open_checkpoint
     from edgellm_models.network.build import build_decoder
@@ -154,6 +156,7 @@ def load_runtime(
 
     if resolved.threads is not None:
         torch.set_num_threads(resolved.threads)
+        set_threads(resolved.threads)
     device = _device(resolved.device)
     checkpoint = open_checkpoint(path)
     _LOG.info(
@@ -192,8 +195,11 @@ def load_runtime(
     host_blocks = host_blocks_for(storage, device)
     host_storage = allocate_host_storage(storage, host_blocks) if any(host_blocks) else ()
     key = cache_key(model_id=str(path), rope=repr(spec.ropes), kv_dtypes=[kv.name] * len(groups))
+    program = choose_program(decoder, storage)
+    if isinstance(program, StepProgram):
+        torch.set_num_threads(1)  # the native threads do the work: two pools would fight over the cores
     runner = ModelRunner(
-        decoder,
+        program,
         storage,
         vocab_size=spec.vocab_size,
         block_size=BLOCK_SIZE,
@@ -231,7 +237,7 @@ def load_runtime(
     _LOG.info(
         "device %s, %d threads, KV cache %s, context %d; kernels: %s",
         device,
-        torch.get_num_threads(),
+        num_threads() if isinstance(program, StepProgram) else torch.get_num_threads(),
         kv.name,
         context,
         ", ".join(f"{op} {backend}" for op, backend in explain(device, preferred=resolved.kernels).items()),

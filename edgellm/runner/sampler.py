@@ -25,6 +25,7 @@ from edgellm.runner.logprobs import raw_logprobs
 from edgellm.runner.noise import NOISE_SPAN, gumbel_noise, row_key
 from edgellm.runner.penalties import LogitAdjuster
 from edgellm.runner.token_mask import unpack_masks
+from edgellm_kernels.ops import largest
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class Sampler:
         ``positions`` are the absolute positions of the drawn tokens, which the penalties count from then on;
         ``masks``, none or one per row, say which ids may be drawn (PlannedSequence.token_masks).
         """
-        best, best_ids = logits.max(dim=-1)  # of equal logits the first; NaN when there is one
+        best, best_ids = largest(logits)  # of equal logits the first; NaN when there is one
         usable = torch.isfinite(best).tolist()
         greedy_ids = best_ids.tolist()
         allowed, mask_rows = self._allowed(masks)

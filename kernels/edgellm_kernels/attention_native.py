@@ -119,9 +119,7 @@ def qk_norm_rope_store(
 ) -> torch.Tensor:
     """See ops.QkNormRopeStore. int4 pages are written by the torch op."""
     if not serves(kv):
-        return rope_torch.qk_norm_rope_store(
-            qkv, shape, q_norm, k_norm, eps, cos, sin, kv, layer, tables
-        )
+        return rope_torch.qk_norm_rope_store(qkv, shape, q_norm, k_norm, eps, cos, sin, kv, layer, tables)
     tokens = qkv.shape[0]
     assert qkv.dtype == torch.float32 and qkv.is_contiguous() and qkv.shape[1] == shape.qkv_width
     assert cos.is_contiguous() and sin.is_contiguous() and tables.slot_mapping.is_contiguous()

@@ -11,7 +11,7 @@ from edgellm_kernels.native_library import NativeLibrary, load_library
 
 _lock = threading.Lock()
 _pools: dict[Path, tuple[int, int]] = {}
-"""Library file -> (address of its pool, threads). A pool is made once and kept for the life of the process."""
+"""Library file -> (address of its pool, threads). A pool is made once and kept while the process lives."""
 _wanted: list[int] = []
 """What set_threads asked for, at most one number."""
 

@@ -13,12 +13,13 @@ from typing import Any, Protocol
 
 import torch
 
+from edgellm_kernels import step_native
 from edgellm_kernels.batch import ForwardBatch, GroupTables, KVStorage
 from edgellm_kernels.kv_scores_torch import block_scores
-from edgellm_kernels.native_library import why_missing
+from edgellm_kernels.native_library import load_library, why_missing
+from edgellm_kernels.native_structs import serves as native_serves
 from edgellm_kernels.operands import HeadShape, Prepared
 from edgellm_kernels.registry import OPS, KernelUnavailableError, choose, explain
-from edgellm_kernels.native_structs import serves as native_serves
 from edgellm_kernels.rope_torch import rope_angles
 from edgellm_kernels.step_native import NativeStep, StepSpec
 from edgellm_kernels.step_native import can_compile as can_compile_step
@@ -31,9 +32,10 @@ __all__ = [
     "NativeStep",
     "Prepared",
     "StepSpec",
-    "can_compile_step",
     "block_scores",
+    "can_compile_step",
     "explain",
+    "largest",
     "load_kernels",
     "native_missing",
     "native_serves",
@@ -227,3 +229,14 @@ def _precision(backend: str, activations: str) -> str:
             "choose activations auto or exact"
         )
     return "exact"
+
+
+def largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of every row [rows, n] the largest value and its place, the first of equal ones; NaN where there is one.
+
+    The same values whichever backend finds them.
+    """
+    if logits.device.type == "cpu" and logits.dtype == torch.float32 and load_library() is not None:
+        return step_native.largest(logits)
+    best = logits.max(dim=-1)
+    return best.values, best.indices

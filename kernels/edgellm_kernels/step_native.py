@@ -1,4 +1,4 @@
-"""The step program of the native library: all layers and the head of a pass over a batch in one foreign call."""
+"""The step program of the native library: all layers and the head of a pass in one foreign call."""
 
 from __future__ import annotations
 
