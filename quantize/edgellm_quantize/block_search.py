@@ -58,13 +58,23 @@ def search_plan(type_name: str, effort: str, *, weighted: bool) -> SearchPlan:
     return _PLANS[effort](GRIDS[type_name], weighted)
 
 
+def _reached(grid: BlockGrid, count: int) -> tuple[float, ...]:
+    """Factors under which the greatest sub-block scale is an integer still: the greatest, one less ...
+
+    Super-scales between them lose on the sub-block that counts most; measured, these find more than a grid.
+    """
+    assert grid.scale_range is not None
+    most = max(abs(bound) for bound in grid.scale_range)
+    return tuple(most / (most - step) for step in range(count))
+
+
 def _fast(grid: BlockGrid, weighted: bool) -> SearchPlan:
     if grid.type_name == "Q8_0":
         return SearchPlan((0.0,), (), 0, (1.0,), (), 0, 1)
     if grid.scale_range is None:
         if weighted:
             return SearchPlan(_range(-0.9, 0.9, 10), (), 2, (1.0,), (), 0, 2)
-        return SearchPlan((0.0,), (), 0, (1.0,), (), 0, 1)
+        return SearchPlan((0.0,), (), 0, (1.0,), (), 0, 0)
     if grid.has_offset:
         return SearchPlan(_range(-0.9, 0.9, 10), (), 1, (1.0,), (1.0,), 1, 1)
     return SearchPlan(_range(-0.9, 0.9, 7), (), 1, (1.0,), (), 1, 1)
@@ -77,21 +87,23 @@ def _default(grid: BlockGrid, weighted: bool) -> SearchPlan:
         if weighted:
             return SearchPlan(_range(-1.8, 1.8, 19), _range(-0.9, 0.9, 7), 3, (1.0,), (), 0, 2)
         return SearchPlan(_range(-0.9, 0.6, 4), (), 0, (1.0,), (), 0, 1)
-    steps = _range(-1.8, 1.8, 25) if weighted else _range(-1.2, 1.2, 17)
+    steps = _range(-1.8, 1.8, 25)
     if grid.has_offset:
-        factors = (0.92, 0.95, 0.98, 1.01)
-        return SearchPlan(steps, (), 3, factors, factors, 1, 2)
-    return SearchPlan(steps, (-0.5, 0.0, 0.5), 1, (0.92, 0.94, 0.96, 0.98, 1.0, 1.02), (), 1, 2)
+        factors = _reached(grid, 3)
+        return SearchPlan(steps, (), 3, factors, factors, 1, 3)
+    return SearchPlan(steps, (-0.5, 0.0, 0.5), 2, _reached(grid, 6), (), 1, 2)
 
 
 def _best(grid: BlockGrid, weighted: bool) -> SearchPlan:
     if grid.type_name == "Q8_0":
         return SearchPlan(_range(-1.0, 1.0, 9), (), 1, (1.0,), (), 0, 2)
-    steps = _range(-2.4, 2.4, 49) if weighted else _range(-2.0, 2.0, 33)
+    steps, mirrored = _range(-2.4, 2.4, 49), _range(-2.0, 2.0, 17)
     if grid.scale_range is None:
-        return SearchPlan(steps, _range(-2.0, 2.0, 17), 4, (1.0,), (), 0, 3)
-    factors = (0.88, 0.90, 0.92, 0.94, 0.96, 0.98, 1.0, 1.02)
-    return SearchPlan(steps, _range(-2.0, 2.0, 17), 4, factors, factors, 2, 4)
+        return SearchPlan(steps, mirrored, 4, (1.0,), (), 0, 3)
+    if grid.has_offset:
+        factors = _reached(grid, 7)
+        return SearchPlan(steps, (), 4, factors, factors, 1, 6)
+    return SearchPlan(steps, mirrored, 4, _reached(grid, 16), (), 2, 4)
 
 
 _PLANS = {"fast": _fast, "default": _default, "best": _best}
