@@ -11,8 +11,9 @@ from edgellm_kernels.int_groups import as_blocks, dequantize_groups, int_weight
 from edgellm_kernels.operands import Prepared
 from edgellm_kernels.ops import load_kernels
 from edgellm_kernels.weights import BlockLayout, DenseWeight, Int4Weight, Int8Weight, StackedWeight, prepare
+from tests.support.native_cases import needs_native
 
-KERNELS = load_kernels("cpu")
+KERNELS = load_kernels("cpu", preferred="torch")
 N, K = 10, 192
 
 
@@ -114,3 +115,24 @@ def test_parts_that_do_not_fit_are_refused() -> None:
         int_weight(codes, scales, 5, 64)
     trivial = int_weight(codes, scales, 4, 64, group_index=torch.arange(K) // 64)
     assert trivial.group_index is None
+
+
+@needs_native
+def test_native_kernels_get_blocks() -> None:
+    """Grids with an exact block type are packed as that, not as f32; others keep their bits as f32."""
+    from edgellm_kernels.weights import NativeWeight, dense_bytes
+
+    native = load_kernels("cpu", preferred="native")
+    x = torch.randn((3, K))
+    for arguments, share in (
+        ({"bits": 4, "group": 64}, 0.2),
+        ({"bits": 3, "group": 32, "zeros": True}, 0.25),
+        ({"bits": 8, "group": 64}, 0.35),
+        ({"bits": 4, "group": 64, "shuffled": True}, 1.3),
+    ):
+        weight, values = example(**arguments)
+        held = prepare(weight, hold="native")
+        assert isinstance(held, NativeWeight) and held.nbytes < share * 1.7 * dense_bytes(weight)
+        torch.testing.assert_close(
+            native.linear(Prepared(x), held), x @ torch.from_numpy(values).t(), rtol=1e-3, atol=1e-3
+        )

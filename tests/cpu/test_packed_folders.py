@@ -24,6 +24,7 @@ from edgellm_models.checkpoint.bit_packing import (
 )
 from edgellm_models.checkpoint.tensor_names import hf_name
 from edgellm_models.errors import BadInputError
+from tests.support.native_cases import needs_native
 from tests.support.packed_folders import (
     all_tensors,
     awq_tensors,
@@ -287,12 +288,15 @@ def test_what_is_not_read_is_refused(tmp_path: Path, section: dict[str, Any], wo
         open_checkpoint(folder)
 
 
-@pytest.mark.parametrize("hold", ["dense", "blocks"])
+@pytest.mark.parametrize(
+    ("kernels", "hold"),
+    [("torch", "dense"), ("torch", "blocks"), pytest.param("native", "auto", marks=needs_native)],
+)
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "gemma3", "phi3"])
-def test_packed_models_run(tmp_path: Path, arch: str, hold: str) -> None:
+def test_packed_models_run(tmp_path: Path, arch: str, kernels: str, hold: str) -> None:
     """The logits are those of the dense model with the same values; q, k and v have orders of their own."""
     from edgellm_models.network.build import build_decoder
-    from tests.support.paged import run_whole
+    from tests.support.paged import relative_error, run_whole
 
     folder = tiny(tmp_path / "packed", arch)
     dense = tiny(tmp_path / "dense", arch)
@@ -303,6 +307,6 @@ def test_packed_models_run(tmp_path: Path, arch: str, hold: str) -> None:
     tensors |= {name: torch.from_numpy(value) for name, value in values.items()}
     save_file(tensors, dense / "model.safetensors", {"format": "pt"})
     prompt = [5, 9, 2, 7]
-    ours = run_whole(build_decoder(open_checkpoint(folder), hold=hold), prompt)
-    theirs = run_whole(build_decoder(open_checkpoint(dense)), prompt)
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    ours = run_whole(build_decoder(open_checkpoint(folder), hold=hold, kernels=kernels), prompt)
+    theirs = run_whole(build_decoder(open_checkpoint(dense), kernels="torch"), prompt)
+    assert relative_error(ours, theirs) < 1e-4

@@ -15,8 +15,7 @@ from safetensors.torch import save_file
 
 from edgellm_models.checkpoint import open_checkpoint
 from edgellm_models.errors import BadInputError, OutputError, UsageError
-from edgellm_models.network import read_spec
-from edgellm_models.network.build import build_decoder
+from edgellm_models.network import build, read_spec
 from edgellm_quantize import safetensors_file
 from edgellm_quantize.api import quantize_model
 from edgellm_quantize.packed_layouts import vllm_refusals
@@ -32,6 +31,7 @@ from tests.support.paged import relative_error, run_whole
 from tests.support.tiny_models import ARCHITECTURES, make_tiny, tiny_gguf
 
 PROMPT = [5, 9, 2, 7, 11]
+build_decoder = partial(build.build_decoder, kernels="torch")
 
 
 def tiny(folder: Path, arch: str = "llama", **overrides: Any) -> Path:
