@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 SMALLEST_SCALE = 2.0**-14
 """Least normal f16: a smaller scale is a denormal that kernels flush to zero, and 0 would give NaN."""
 LARGEST_SCALE = 65504.0
-_CLIPPING = {2: (0.7, 2.2), 3: (0.6, 1.6), 4: (0.6, 1.3), 8: (0.97, 1.03)}
+_CLIPPING = {2: (0.45, 2.2), 3: (0.6, 1.6), 4: (0.6, 1.3), 8: (0.97, 1.03)}
 """bits -> range of candidates: the codes that the largest weight would get over those that one side has.
 Above 1 it is clipped, which pays the more the fewer codes there are."""
 _CHUNK = 2048
@@ -296,6 +297,27 @@ class _Trial:
         self.add(scale.where(usable, self.scale), self.zero)
 
 
+def _steps(
+    grid: IntegerGrid, x: torch.Tensor, importance: torch.Tensor | None, candidates: int
+) -> Iterator[torch.Tensor]:
+    """Clipping factors [groups], two candidates each: evenly spaced in the logarithm.
+
+    Where the largest weight matters little they reach up to those at which the one that matters most is the
+    largest that is not clipped.
+    """
+    import torch
+
+    least, most = _CLIPPING[grid.bits]
+    reach = torch.ones_like(x[0])
+    if importance is not None:
+        weighted = (importance if importance.ndim == 2 else importance[:, None]) * x.square()
+        foremost = x.gather(0, weighted.argmax(0, keepdim=True))[0].abs()
+        reach = (foremost / x.abs().amax(0).clamp(min=1e-30)).clamp(0.05, 1.0)
+    span = torch.log(most / reach / least)
+    for place in torch.linspace(0, 1, max(2, candidates // 2)).tolist():
+        yield least * torch.exp(place * span)
+
+
 def _search(
     grid: IntegerGrid, x: torch.Tensor, importance: torch.Tensor | None, candidates: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -306,14 +328,14 @@ def _search(
     if grid.symmetric:
         extreme = x.gather(0, x.abs().argmax(0, keepdim=True))[0]
         zero = torch.full_like(extreme, grid.middle)
-        for steps in torch.linspace(*_CLIPPING[grid.bits], max(2, candidates // 2)).tolist():
+        for steps in _steps(grid, x, importance, candidates):
             scale = extreme / (steps * grid.middle)
             trial.add(-scale, zero)  # the largest weight lies at the end with one code more
             trial.add(scale, zero)
     else:
         low, high = x.amin(0).clamp(max=0), x.amax(0).clamp(min=0)
         middle, width = (low + high) / 2, (high - low) / grid.high
-        for steps in torch.linspace(*_CLIPPING[grid.bits], max(2, candidates // 2)).tolist():
+        for steps in _steps(grid, x, importance, candidates):
             scale = f16_scale(width / steps)
             centre = grid.high / 2 - middle / scale
             for zero in (centre.floor(), centre.floor() + 1):
