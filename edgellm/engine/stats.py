@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from edgellm.contracts import EngineStats
@@ -30,10 +30,14 @@ class StatsRecorder:
             weight_bytes=weight_bytes, kv_bytes=kv_bytes, device=device, kernel_backend=kernel_backend
         )
         self._work: deque[_Work] = deque()
+        # What the steps in it add up to: a fast engine has hundreds in a window, and asks after each.
+        self._prefill_tokens = self._decode_tokens = 0
 
     def record(self, start: float, end: float, prefill_tokens: int, decode_tokens: int) -> None:
         """One step, in monotonic seconds, and the tokens that it ran or committed."""
         self._work.append(_Work(start, end, prefill_tokens, decode_tokens))
+        self._prefill_tokens += prefill_tokens
+        self._decode_tokens += decode_tokens
 
     def snapshot(
         self,
@@ -47,7 +51,11 @@ class StatsRecorder:
     ) -> EngineStats:
         """The stats at ``now``. A step counts when it ended within the last second."""
         while self._work and self._work[0].end <= now - WINDOW_S:
-            self._work.popleft()
+            gone = self._work.popleft()
+            self._prefill_tokens -= gone.prefill_tokens
+            self._decode_tokens -= gone.decode_tokens
+        prefill = (w.start for w in self._work if w.prefill_tokens)
+        decode = (w.start for w in self._work if w.decode_tokens)
         return replace(
             self._base,
             time=now,
@@ -56,18 +64,17 @@ class StatsRecorder:
             kv_blocks=dict(kv_blocks),
             kv_waste=kv_waste,
             prefix_hit_rate=prefix_hit_rate,
-            prefill_tokens_per_s=self._rate(now, [(w.start, w.prefill_tokens) for w in self._work]),
-            decode_tokens_per_s=self._rate(now, [(w.start, w.decode_tokens) for w in self._work]),
+            prefill_tokens_per_s=self._rate(now, self._prefill_tokens, prefill),
+            decode_tokens_per_s=self._rate(now, self._decode_tokens, decode),
         )
 
     @staticmethod
-    def _rate(now: float, work: list[tuple[float, int]]) -> float:
+    def _rate(now: float, tokens: int, starts: Iterator[float]) -> float:
         """Tokens over the time since the start of the first step of the window that brought some."""
-        counted = [(start, tokens) for start, tokens in work if tokens]
-        if not counted:
+        if tokens == 0:
             return 0.0
-        span = now - counted[0][0]
-        return sum(tokens for _, tokens in counted) / span if span > 0 else 0.0
+        span = now - next(starts)
+        return tokens / span if span > 0 else 0.0
 
 
 def as_of(stats: EngineStats, now: float) -> EngineStats:

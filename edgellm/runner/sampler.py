@@ -14,6 +14,7 @@ and mask leave nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -115,7 +116,7 @@ class Sampler:
         ``masks``, none or one per row, say which ids may be drawn (PlannedSequence.token_masks).
         """
         best, best_ids = largest(logits)  # of equal logits the first; NaN when there is one
-        usable = torch.isfinite(best).tolist()
+        usable = [math.isfinite(value) for value in best.tolist()]
         greedy_ids = best_ids.tolist()
         allowed, mask_rows = self._allowed(masks)
         states = [self._states[sequence_id] for sequence_id in sequence_ids]
@@ -170,6 +171,8 @@ class Sampler:
     def _allowed(self, masks: Sequence[bytes | None]) -> tuple[torch.Tensor, dict[int, int]]:
         """[masked rows, vocab] bool of what may be drawn, and by row of the logits its place there."""
         given = [(row, mask) for row, mask in enumerate(masks) if mask is not None]
+        if not given:
+            return torch.empty((0, self._vocab_size), dtype=torch.bool), {}
         unpacked = unpack_masks([mask for _, mask in given], self._vocab_size)
         return unpacked, {row: index for index, (row, _) in enumerate(given)}
 

@@ -232,7 +232,7 @@ def _precision(backend: str, activations: str) -> str:
 
 
 def largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of every row [rows, n] the largest value and its place, the first of equal ones; NaN where there is one.
+    """Of every row [rows, n] the largest value and its first place; NaN and its place where there is one.
 
     The same values whichever backend finds them.
     """
