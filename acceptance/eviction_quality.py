@@ -50,7 +50,7 @@ def run() -> Iterator[Figure]:
             yield Figure(
                 name=f"{name}: KL from all KV, {policy} of {KEEP} tokens in a context of {CONTEXT}",
                 value=kld,
-                unit=f"nats; perplexity {perplexity:.3f}, needles {recalled} of {NEEDLES} ({full_recall} of all KV)",
+                unit=f"nats; perplexity {perplexity:.3f}, needles {recalled}/{NEEDLES} (all {full_recall})",
                 promise="less than window and random, else it is experimental" if is_judged else "none",
                 met=not is_judged or all(kld < other for other in others.values()),
                 peer=", ".join(f"{other} {value:.4g}" for other, value in others.items()),

@@ -124,7 +124,7 @@ def command(
                 f"a request comes to {plan.context} tokens here and the context holds "
                 f"{runtime.info.context_length}; lower --prompt-tokens, --new-tokens or --batch"
             )
-        threads = _threads()
+        threads = runtime.num_threads
         peer = None
         if against is not None:
             from edgellm.bench.llama_cpp_peer import LlamaCppPeer
@@ -158,20 +158,22 @@ def command(
         print_report(output, report)
 
 
-def _threads() -> int:
-    import torch
-
-    return torch.get_num_threads()
-
-
 def _profile(runtime: Runtime, plan: Any, path: Path) -> None:
-    """One more run under the profiler: it slows what it watches, so its times are for shares only."""
+    """One more run under the profiler: it slows what it watches, and runs op by op, so its times are for
+    shares only.
+    """
     from edgellm.bench.natural_text import natural_ids
     from edgellm.bench.profile_ranges import profiled
     from edgellm.bench.workload import run_together
 
     prompt = natural_ids(runtime.tokenizer.encode, "prose", plan.prompt_tokens[0], 999_983)
-    with profiled(path, ranges(runtime)):
+    runner: Any = runtime.runner
+    program = runner._decoder
+    # Of a step program the single ops, its twin: inside of one foreign call there is nothing to see.
+    runner._decoder = getattr(program, "decoder", program)
+    with contextlib.ExitStack() as stack:
+        stack.callback(setattr, runner, "_decoder", program)
+        stack.enter_context(profiled(path, ranges(runtime)))
         run_together(runtime.core, [prompt], min(plan.new_tokens, 32), kv_policy=plan.kv_policy, name="p")
 
 

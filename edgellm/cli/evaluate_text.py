@@ -183,12 +183,16 @@ def run_evaluation(
     """Loads what is needed, scores, and keeps the reference's rows. Raises what loading and scoring raise."""
     from contextlib import ExitStack
 
+    import torch
+
     from edgellm.cli.runtime import load_runtime
     from edgellm.evaluate.evaluation import evaluate
     from edgellm.evaluate.rows import EngineRows
     from edgellm.evaluate.windows import plan_windows
     from edgellm_models.errors import Notice, UsageError
 
+    # Of the reference, which torch computes: a model on native kernels takes all but one thread from torch.
+    torch_threads = job.resolved.threads or torch.get_num_threads()
     if job.resolved.kv_policy == "trim":
         raise UsageError("--kv-policy trim leaves out turns of a chat; a text has none: use stop")
     settings = replace(job.resolved, ctx=job.resolved.ctx or DEFAULT_CTX)
@@ -210,7 +214,9 @@ def run_evaluation(
             )
         reference, cached = None, False
         if job.reference is not None:
-            reference, cached, commit = _reference(job, settings, runtime, plan, chunk, tell, stack)
+            reference, cached, commit = _reference(
+                job, replace(settings, threads=torch_threads), runtime, plan, chunk, tell, stack
+            )
         assert runtime.runner is not None
         model = EngineRows(runtime.core, runtime.runner, kv_policy=settings.kv_policy, on_notice=tell)
         result = evaluate(model, plan, reference, on_progress)

@@ -72,6 +72,8 @@ class Runtime:
     """What computes, for those who read whole rows of logits (edgellm/evaluate)."""
     kv_read_bytes: Callable[[int], int] = field(default=lambda tokens: 0, repr=False)
     """Bytes of K and V that a decode step reads of a sequence of so many tokens, windows counted."""
+    num_threads: int = 1
+    """Threads that compute."""
     _service: AsyncEngine | None = field(default=None, repr=False)
 
     @property
@@ -234,10 +236,11 @@ def load_runtime(
     info = describe(checkpoint, spec, name, context)
     sampling_defaults = load_sampling_defaults(path, checkpoint.file_format, checkpoint.metadata)
     times = LoadTimes(imported - begin, time.monotonic() - imported)
+    threads = num_threads() if isinstance(program, StepProgram) else torch.get_num_threads()
     _LOG.info(
         "device %s, %d threads, KV cache %s, context %d; kernels: %s",
         device,
-        num_threads() if isinstance(program, StepProgram) else torch.get_num_threads(),
+        threads,
         kv.name,
         context,
         ", ".join(f"{op} {backend}" for op, backend in explain(device, preferred=resolved.kernels).items()),
@@ -256,6 +259,7 @@ def load_runtime(
         kv_policy="stop" if kept is None else resolved.kv_policy,
         runner=runner,
         kv_read_bytes=partial(_kv_read_bytes, spec, kv),
+        num_threads=threads,
     )
 
 

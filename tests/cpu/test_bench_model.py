@@ -12,7 +12,7 @@ import pytest
 from edgellm.bench.llama_cpp_peer import LlamaCppPeer
 from edgellm.bench.peak_memory import peak_bytes, reset_peak
 from edgellm_models.errors import EngineError, UsageError
-from tests.support.command_line import ROOT, run_edgellm
+from tests.support.command_line import ROOT
 from tests.support.llama_cpp import require_llama_cpp
 from tests.support.tiny_models import make_tiny, tiny_gguf
 
@@ -31,16 +31,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_report_with_everything_is_what_the_schema_says(folder: Path) -> None:
-    """One process: batches, target, price, profile and the peer, through plain ``edgellm bench``."""
+def test_a_report_with_everything_is_what_the_schema_says(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches, target, price, profile and the peer at once, through plain ``edgellm bench``."""
     require_llama_cpp()
-    shown = run_edgellm(
+    from edgellm.cli.main import run
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("edgellm.planning.machine.read_bandwidth", lambda num_bytes: 12.5)
+    code = run([
         "bench", "tiny.gguf", "--prompt-tokens", "40,20", "--new-tokens", "6", "--repeat", "2",
         "--batch", "1,3", "--slo", "ttft=60,tps=0.01", "--price-per-hour", "2", "--profile", "trace.json",
-        "--against", "llama.cpp", "--kv-dtype", "f16", "--json", folder=folder,
-    )  # fmt: skip
-    assert shown.returncode == 0, shown.stderr
-    report = json.loads(shown.stdout)
+        "--against", "llama.cpp", "--kv-dtype", "f16", "--json",
+    ])  # fmt: skip
+    shown = capsys.readouterr()
+    assert code == 0 and shown.err == ""
+    report = json.loads(shown.out)
     check(report)
     assert report["prompt_tokens"] == [20, 40] and [row["batch"] for row in report["batches"]] == [1, 3]
     assert report["slo"]["smooth_up_to"] == 3
@@ -56,8 +63,8 @@ def test_a_report_with_everything_is_what_the_schema_says(folder: Path) -> None:
         assert row["cost_per_million_tokens"] == pytest.approx(2 / row["total_tokens_per_s"] / 3600 * 1e6)
         assert 0 < row["inter_token_s"]["p50"] <= row["inter_token_s"]["p95"] <= row["inter_token_s"]["p99"]
     against = report["against"]
-    assert [run["new_tokens"] for run in against["runs"]] == [6, 6]
-    assert [run["prompt_tokens"] for run in against["runs"]] == [20, 20]
+    assert [peer["new_tokens"] for peer in against["runs"]] == [6, 6]
+    assert [peer["prompt_tokens"] for peer in against["runs"]] == [20, 20]
     ratio = report["decode_tokens_per_s"] / against["decode_tokens_per_s"]
     assert against["decode_ratio"] == pytest.approx(ratio)
     names = {event["name"] for event in json.loads((folder / "trace.json").read_text())["traceEvents"]}
