@@ -28,6 +28,9 @@ HEAVY = {
     "tokenizers",
     "gguf",
     "llguidance",
+    "starlette",
+    "uvicorn",
+    "httpx2",
 }
 
 NETWORK = {"edgellm_models.network"}
@@ -203,7 +206,21 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
             "edgellm_models.errors",
             "edgellm_models.tokenizer",
         },
-        set(),
+        {"httpx2"},
+    ),
+    "edgellm.server": (
+        {
+            "edgellm.contracts",
+            "edgellm.chat",
+            "edgellm.constraint",
+            "edgellm.engine.async_engine",
+            "edgellm.engine.stop_strings",
+            "edgellm.locations",
+            "edgellm.log",
+            "edgellm_models.errors",
+            "edgellm_models.tokenizer",
+        },
+        {"starlette", "uvicorn"},
     ),
     "edgellm.cli": (
         {"edgellm", "edgellm_models", "edgellm_kernels", "edgellm_quantize", "edgellm_tui"},
