@@ -209,6 +209,7 @@ def write_tokenizer_files(checkpoint: Checkpoint, folder: Path) -> None:
         config["legacy"] = False
         config["added_tokens_decoder"] = _added_tokens(keys)
         (folder / "tokenizer.model").write_bytes(_sentencepiece(keys, tokenizer.unk_id))
+        (folder / "tokenizer.json").write_text(_sentencepiece_json(keys, tokenizer), encoding="utf-8")
     template = keys.get("tokenizer.chat_template")
     if isinstance(template, str):
         config["chat_template"] = template
@@ -246,6 +247,29 @@ def _added_tokens(keys: Mapping[str, Any]) -> dict[str, Any]:
         for index, kind in enumerate(types)
         if int(kind) in (CONTROL, UNKNOWN, USER_DEFINED)
     }
+
+
+def _sentencepiece_json(keys: Mapping[str, Any], tokenizer: SharedTokenizer) -> str:
+    """tokenizer.json beside the model file: transformers reads it without further libraries."""
+    from edgellm_models.tokenizer.sentencepiece_proto import BYTE, NORMAL, UNKNOWN
+    from edgellm_quantize.spm_tokenizer_json import tokenizer_json
+
+    texts = [text or f"[EMPTY_{i}]" for i, text in enumerate(map(str, keys["tokenizer.ggml.tokens"]))]
+    types = [int(kind) for kind in keys.get("tokenizer.ggml.token_type", [1] * len(texts))]
+    unk_id = tokenizer.unk_id
+    if unk_id is None:
+        unk_id = next((index for index, kind in enumerate(types) if kind == UNKNOWN), 0)
+    added = {int(index): entry["special"] for index, entry in _added_tokens(keys).items()}
+    return tokenizer_json(
+        texts,
+        [float(score) for score in keys["tokenizer.ggml.scores"]],
+        added,
+        [index for index, kind in enumerate(types) if kind == NORMAL],
+        unk_id=unk_id,
+        bos_id=tokenizer.bos_id if tokenizer.add_bos else None,
+        byte_fallback=types.count(BYTE) == 256,
+        space_prefix=bool(keys.get("tokenizer.ggml.add_space_prefix", True)),
+    )
 
 
 def _sentencepiece(keys: Mapping[str, Any], unk_id: int | None) -> bytes:

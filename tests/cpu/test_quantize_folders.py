@@ -156,6 +156,10 @@ def test_folders_from_gguf_files(tmp_path: Path, arch: str) -> None:
         load_tokenizer(c.path, c.file_format, c.metadata) for c in (before, after, open_checkpoint(gguf))
     ]
     assert encoders[0].encode(text) == encoders[1].encode(text) == encoders[2].encode(text)
+    if (tmp_path / "dense" / "tokenizer.model").is_file():  # both forms of a SentencePiece vocabulary
+        (tmp_path / "dense" / "tokenizer.json").unlink()
+        model_file = load_tokenizer(after.path, after.file_format, after.metadata)
+        assert model_file.encode(text) == encoders[0].encode(text)
     quantize(gguf, tmp_path / "packed", format="gptq", bits=8, group_size=32)
     packed = run_whole(build_decoder(open_checkpoint(tmp_path / "packed")), PROMPT)
     assert float((packed - wanted).norm() / wanted.norm()) < 0.05
