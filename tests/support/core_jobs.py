@@ -80,7 +80,7 @@ def _job(model: Path, folder: Path, *, resume: bool, kill_at: str = "") -> None:
         checkpoint,
         small_plan(checkpoint, "awq"),
         folder,
-        random_calibration(vocab),
+        random_calibration(vocab, sequences=6),
         resume=resume,
         on_progress=progress,
     )
