@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from edgellm_kernels.ggml_types import GGML_TYPES_BY_NAME
-from edgellm_kernels.native_library import NativeLibrary, load_library
+from edgellm_kernels.native_library import NativeLibrary, load_library, why_missing
 from edgellm_models.errors import UsageError
 from edgellm_quantize.block_grids import (
     F16_MAX,
@@ -89,14 +89,14 @@ def encode_rows(
     plan = search_plan(type_name, effort, weighted=weights is not None)
     library = load_library() if native is None or native else None
     if native and library is None:
-        raise ValueError("there is no native library")
+        raise ValueError(f"there is no native library: {why_missing()}")
     out = np.empty((count, width // grid.elements * grid.nbytes), dtype=np.uint8)
     reach = np.float32(F16_MAX * _reach(type_name))
 
     def part(start: int, stop: int) -> int:
         chunk = rows[start:stop]
         local = weights if weights is None or weights.ndim == 1 else weights[start:stop]
-        largest = float(np.abs(chunk).max()) if chunk.size else 0.0
+        largest = max(float(chunk.max()), -float(chunk.min())) if chunk.size else 0.0
         if not np.isfinite(largest):
             raise ValueError("a weight is not finite")
         if library is None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edgellm_kernels.native_library import built_libraries, open_library
 from edgellm_models.errors import UsageError
 from edgellm_quantize.block_grids import GRIDS, decode_blocks
 from edgellm_quantize.kquant_codec import (
@@ -19,6 +20,7 @@ from edgellm_quantize.kquant_codec import (
     round_column,
     unpack,
 )
+from tests.support.native import backends
 from tests.support.oracles import require_oracle
 
 Array = np.ndarray[Any, Any]
@@ -118,6 +120,18 @@ def test_native_bytes_are_the_numpy_bytes(name: str) -> None:
             assert twin.clipped == native.clipped > 0
     whole = encode_rows(np.tile(rows, (40, 1)), name, threads=3)
     assert np.array_equal(whole.data[: len(rows)], encode_rows(rows, name, threads=1).data)
+
+
+@pytest.mark.parametrize("backend", backends())
+def test_every_back_end_gives_the_same_bytes(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The portable library too, which is built without vectors of this width."""
+    library = open_library(built_libraries()[backend])
+    monkeypatch.setattr("edgellm_quantize.kquant_codec.load_library", lambda: library)
+    for name in TYPES:
+        for importance in (None, _importance(512)):
+            twin = encode_rows(_hard_rows(), name, importance, "fast", native=False)
+            native = encode_rows(_hard_rows(), name, importance, "fast", native=True)
+            assert np.array_equal(twin.data, native.data), name
 
 
 @pytest.mark.parametrize("name", TYPES)

@@ -31,7 +31,7 @@ def _tensors(model: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.parametrize("name", sorted(_recorded()["models"]))
 def test_types_are_those_of_llama_quantize(name: str) -> None:
-    """Every tensor of every type, with and without an importance matrix, with the count of fallbacks (E13)."""
+    """Every tensor of every type, with and without an importance matrix; the fallbacks counted (E13)."""
     model, letters = _recorded()["models"][name], _recorded()["letters"]
     shape = ModelShape(model["architecture"], model["layers"], model["heads"], model["kv_heads"])
     tensors = _tensors(model)
@@ -118,7 +118,7 @@ def test_the_budget_is_kept_and_nearly_the_best_choice_is_found() -> None:
     """Against every combination: never above the budget, within a tenth of the least possible error."""
     generator = random.Random(5)
     ratios = []
-    for _ in range(40):
+    for _ in range(20):
         options = _random_options(generator, 5)
         combinations = list(itertools.product(*options.values()))
         budget = generator.randint(sum(o[0].nbytes for o in options.values()) + 4, 90)
@@ -127,13 +127,11 @@ def test_the_budget_is_kept_and_nearly_the_best_choice_is_found() -> None:
         )
         found = choose_under_budget(options, budget)
         assert found.nbytes <= budget
-        chosen = [
-            next(o for o in options[name] if o.type_name == kind) for name, kind in found.types.items()
-        ]
+        chosen = [next(o for o in options[name] if o.type_name == kind) for name, kind in found.types.items()]
         assert found.nbytes == sum(o.nbytes for o in chosen)
         assert found.error == pytest.approx(sum(o.error for o in chosen))
         ratios.append(found.error / best)
-    assert sorted(ratios)[20] < 1.05 and max(ratios) < 1.6
+    assert sorted(ratios)[10] < 1.05 and max(ratios) < 1.6
 
 
 def test_a_budget_below_the_smallest_types_is_refused() -> None:
