@@ -34,7 +34,7 @@ from edgellm_models.errors import BadInputError
 from tests.support.engines import spec_of
 from tests.support.paged import poisoned_storage
 
-KERNELS = load_kernels("cpu")
+KERNELS = load_kernels("cpu", preferred="torch")
 BLOCK = 16
 
 

@@ -15,7 +15,7 @@ from edgellm_kernels import attention_plan_torch, attention_torch
 from edgellm_kernels.batch import ForwardBatch, GroupTables, KVStorage
 from edgellm_kernels.ops import load_kernels
 
-KERNELS = load_kernels("cpu")
+KERNELS = load_kernels("cpu", preferred="torch")
 
 
 @dataclass
@@ -250,7 +250,7 @@ if sys.argv[2] == "int8":
     keys, key_scales = quantize_int8(kv.keys.nan_to_num_())
     kv = KVStorage(keys, keys.clone(), key_scales, key_scales.clone())
 q = torch.randn((tokens, 9, 64))
-kernels = load_kernels("cpu")
+kernels = load_kernels("cpu", preferred="torch")
 torch.bmm(torch.randn(2, 300, 300), torch.randn(2, 300, 300))  # the libraries' own buffers
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 kernels.paged_attention(q, kv, 1, batch.groups[0], batch, 0.125)
