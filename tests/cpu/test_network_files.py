@@ -293,10 +293,10 @@ def test_auto_holds_blocks_when_memory_is_short(
     tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = open_checkpoint(tiny("llama"))
-    needed = build_decoder(checkpoint).weight_bytes
+    needed = build_decoder(checkpoint, kernels="torch").weight_bytes
     for free, kind in ((needed, "blocks"), (needed * 2, "dense"), (None, "dense")):
         monkeypatch.setattr(build_module, "free_memory_bytes", lambda free=free: free)
-        decoder = build_decoder(checkpoint)
+        decoder = build_decoder(checkpoint, kernels="torch")
         kinds = [n.kind for n in decoder.notices]
         assert ("weights_kept_as_blocks" in kinds) is (kind == "blocks")
         assert isinstance(decoder.weights.layers[0].qkv, StackedWeight if kind == "blocks" else DenseWeight)
