@@ -269,10 +269,16 @@ class Attender {
     if (!in_place) {
       decode_rows(side, slots + first, last - first, work_.kv_head, s_.keys.data() + first * k_dim_, k_dim_);
     }
+    // Rows of one head lie too far apart for the processor to foresee them.
+    constexpr int64_t kAhead = 16;
     for (int64_t c = first; c < last; c += 4) {
       const float* keys[4];
       for (int64_t i = 0; i < 4; ++i) {
-        const int64_t slot = slots[c + i];
+        const int64_t slot = slots[c + i], later = in_place && c + i + kAhead < last ? slots[c + i + kAhead] : -1;
+        if (later >= 0) {
+          const float* row = static_cast<const float*>(side.data) + side.row(later, work_.kv_head) * side.dim;
+          for (int64_t d = 0; d < side.dim; d += 16) __builtin_prefetch(row + d);
+        }
         if (!in_place) keys[i] = s_.keys.data() + (c + i) * k_dim_;
         else if (slot < 0) keys[i] = s_.zeros.data();
         else keys[i] = static_cast<const float*>(side.data) + side.row(slot, work_.kv_head) * side.dim;

@@ -111,6 +111,12 @@ template <int64_t kType>
 void decode(const KVSide& side, const int64_t* slots, int64_t count, int64_t head, float* out, int64_t width) {
   const int64_t dim = side.dim;
   for (int64_t c = 0; c < count; ++c, out += width) {
+    if constexpr (kType == kKVF32) {  // narrower rows come fast enough
+      constexpr int64_t kAhead = 16;
+      const int64_t later = c + kAhead < count ? slots[c + kAhead] : -1;
+      const float* row = static_cast<const float*>(side.data) + side.row(std::max<int64_t>(later, 0), head) * dim;
+      for (int64_t i = 0; later >= 0 && i < dim; i += 16) __builtin_prefetch(row + i);
+    }
     if (slots[c] < 0) {
       std::fill(out, out + width, 0.0f);
       continue;
