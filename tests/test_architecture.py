@@ -58,6 +58,7 @@ TUI = {"edgellm.contracts", "edgellm.locations", "edgellm_models.errors"}
 # its files). The longest room that is a prefix of the module's name applies.
 ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "edgellm_kernels": (set(), {"torch", "numpy", "triton"}),
+    "edgellm_kernels.native": (set(), set()),  # its builder runs before anything is installed
     "edgellm_models": (set(), set()),
     "edgellm_models.errors": (set(), set()),
     "edgellm_models.metadata_values": ({"edgellm_models.errors"}, set()),
