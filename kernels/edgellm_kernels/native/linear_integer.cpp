@@ -29,6 +29,8 @@ template <int SPANS> inline int32_t offset_of(const ActivationBlock& x, int s, i
   return -zero_code * x.sums[s];
 }
 
+constexpr int64_t kPrefetchBytes = 4096;  // ahead of the unit in use; past the end it is harmless
+
 // ROWS rows of activations, `stride` blocks apart, times one tile: sums [row][kSumStride]. Codes go from memory to
 // the multiplications through registers, once for all rows.
 template <class T, int ROWS>
@@ -40,6 +42,9 @@ void multiply_tile(const uint8_t* unit, const ActivationBlock* x, int64_t stride
     F32 scale[T::kUnit / T::kSpan], min[T::kUnit / T::kSpan];
     T::scales(unit, scale, min);
     const uint8_t* q = unit + T::kHeader;
+    // While it works for several rows the processor does not look ahead far enough to hide the memory's latency.
+    if constexpr (ROWS > 1)
+      for (int64_t line = 0; line < kUnitBytes<T>; line += 64) __builtin_prefetch(unit + kPrefetchBytes + line);
 #pragma GCC unroll 1
     for (int b = 0; b < T::kUnit / 32; ++b, ++x, q += kCodeBytes<T::kBits>) {
       I32 product[ROWS][2];
