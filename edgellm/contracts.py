@@ -161,6 +161,8 @@ class GenerationRequest:
     continues_text: bool = False
     """Raw completion: the answer goes on where the prompt's text ends, so that its first space is a real one.
     """
+    shown_token_ids: tuple[int, ...] = ()
+    """Control tokens that are text in this answer, such as those that mark tool calls."""
 
 
 # --- what comes back ---------------------------------------------------------------------------------------

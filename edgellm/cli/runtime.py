@@ -225,6 +225,7 @@ def load_runtime(
             tokenizer,
             # A constraint is about the answer's whole text, its first space included.
             continues_text=request.continues_text or request.constraint is not None,
+            shown_ids=request.shown_token_ids,
         ),
         recorder=StatsRecorder(
             weight_bytes=decoder.weight_bytes,

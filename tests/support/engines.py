@@ -76,6 +76,7 @@ def load_engine(
             tokenizer,
             # A constraint is about the answer's whole text, its first space included.
             continues_text=request.continues_text or request.constraint is not None,
+            shown_ids=request.shown_token_ids,
         ),
         prefill_chunk=chunk,
         max_running=max_running,

@@ -17,11 +17,17 @@ class StreamDecoder:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, show_special: bool = False, *, continues_text: bool = False
+        self,
+        tokenizer: Tokenizer,
+        show_special: bool = False,
+        *,
+        continues_text: bool = False,
+        shown_ids: Iterable[int] = (),
     ) -> None:
         """``continues_text``: the ids go on where a prompt's text ends (raw completion), so that the first
-        space is a real one and stays."""
+        space is a real one and stays. ``shown_ids``: special tokens that are shown all the same."""
         self._tokenizer = tokenizer
+        self._shown_ids = frozenset(shown_ids)
         self._show_special = show_special
         self._at_start = tokenizer.strips_leading_space and not continues_text
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -31,7 +37,9 @@ class StreamDecoder:
         found = b"".join(
             self._tokenizer.token_bytes(token_id)
             for token_id in token_ids
-            if self._show_special or self._tokenizer.token_kind(token_id) not in HIDDEN_KINDS
+            if self._show_special
+            or token_id in self._shown_ids
+            or self._tokenizer.token_kind(token_id) not in HIDDEN_KINDS
         )
         if self._at_start and found:
             found = found.removeprefix(b" ")
