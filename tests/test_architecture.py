@@ -112,6 +112,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "edgellm.log": ({"edgellm.contracts", "edgellm.locations", "edgellm_models.errors"}, set()),
     "edgellm.locations": ({"edgellm.contracts", "edgellm_models.errors"}, {"platformdirs"}),
     "edgellm.chat": ({"edgellm.contracts", "edgellm_models.errors", "edgellm_models.tokenizer"}, set()),
+    "edgellm.history": ({"edgellm.contracts", "edgellm_models.errors"}, set()),
     "edgellm.constraint": (
         {"edgellm.contracts", "edgellm_models.errors", "edgellm_models.tokenizer.base"},
         {"llguidance"},
@@ -237,6 +238,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
             "edgellm.cli.runtime",
             "edgellm_models.catalog",
             "edgellm_models.errors",
+            "edgellm_models.tokenizer",
         },
         set(),
     ),

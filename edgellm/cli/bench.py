@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from edgellm.cli.main import CONTEXT_SETTINGS
+from edgellm.cli.main import CONTEXT_SETTINGS, write_examples
 
 SUBCOMMANDS = {
     "model": "edgellm.cli.bench_model",
@@ -17,6 +17,11 @@ SUBCOMMANDS = {
 }
 """By name the module that holds a Click command called ``command``; without its module a name is unknown."""
 DEFAULT = "model"
+EXAMPLES = (
+    "edgellm bench",
+    "edgellm bench -m ./model.gguf --batch 1,2,4,8,16 --slo ttft=1,tps=20",
+    "edgellm bench --against llama.cpp",
+)
 
 
 class BenchGroup(click.Group):
@@ -30,6 +35,12 @@ class BenchGroup(click.Group):
             return None
         command: click.Command = importlib.import_module(SUBCOMMANDS[cmd_name]).command
         return command
+
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        self.format_usage(ctx, formatter)
+        write_examples(formatter, EXAMPLES)
+        self.format_help_text(ctx, formatter)
+        self.format_options(ctx, formatter)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         first = args[0] if args else None
