@@ -146,6 +146,12 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"edgellm.cache.kv_sizes", "edgellm_models.errors", "edgellm_models.network"},
         {"numpy"},
     ),
+    # Pure: ids, lengths and times; what computes is given to it.
+    "edgellm.speculative": (
+        {"edgellm.contracts", "edgellm.planning.speculation", "edgellm_models.errors"},
+        set(),
+    ),
+    "edgellm.speculative.acceptance": (set(), set()),
     "edgellm.scheduler": (
         {
             "edgellm.contracts",
@@ -160,6 +166,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {
             "edgellm.contracts",
             "edgellm.cache",
+            "edgellm.speculative.acceptance",
             "edgellm_models.errors",
             "edgellm_models.network",
             "edgellm_kernels.ops",
@@ -172,6 +179,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
             "edgellm.contracts",
             "edgellm.cache",
             "edgellm.scheduler",
+            "edgellm.speculative",
             "edgellm.constraint",
             "edgellm_models.errors",
             "edgellm_models.tokenizer",
