@@ -663,6 +663,10 @@ class PlannedSequence:
     is_prefill: bool
     needs_logits: bool
     draft_limit: int = 0
+    """Positions behind ``token_ids`` that have slots for drafted tokens."""
+    draft_token_ids: tuple[int, ...] = ()
+    """At most ``draft_limit`` drafted tokens, which run behind ``token_ids`` and are kept as far as they are
+    what is drawn before them."""
     total_length: int = 0
     """Tokens of the sequence by now, those that a later step runs included: length-dependent rope scaling
     goes by it, so that every chunk of a sequence turns alike. 0 is what ends with this step."""
@@ -673,6 +677,11 @@ class PlannedSequence:
     """The prompt's tokens behind these tokens are scored too, as ``SequenceStart.prompt_logprobs`` asks."""
     score_blocks: tuple[tuple[int, ...], ...] = ()
     """Per LayerGroup, ids of blocks that are full after this step and by whose scores others are evicted."""
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Everything that runs, from ``start_position`` on: the new tokens, then the drafted ones."""
+        return self.token_ids + self.draft_token_ids
 
 
 @dataclass(frozen=True)

@@ -22,18 +22,18 @@ def build_batch(
     query_starts = [0]
     logit_rows: list[int] = []
     for sequence in sequences:
-        token_ids.extend(sequence.token_ids)
-        positions.extend(range(sequence.start_position, sequence.start_position + len(sequence.token_ids)))
+        token_ids.extend(sequence.rows)
+        positions.extend(range(sequence.start_position, sequence.start_position + len(sequence.rows)))
         query_starts.append(len(token_ids))
         logit_rows.extend(range(len(token_ids) - num_logit_rows(sequence), len(token_ids)))
-    key_lengths = [s.start_position + len(s.token_ids) for s in sequences]
+    key_lengths = [s.start_position + len(s.rows) for s in sequences]
     num_groups = len(sequences[0].block_tables)
     return ForwardBatch(
         token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
         positions=torch.tensor(positions, dtype=torch.int64, device=device),
         query_starts=torch.tensor(query_starts, dtype=torch.int32, device=device),
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
-        max_query=max(len(s.token_ids) for s in sequences),
+        max_query=max(len(s.rows) for s in sequences),
         max_key=-(-max(key_lengths) // block_size) * block_size,
         rope_lengths=torch.tensor(
             [max(s.total_length, keys) for s, keys in zip(sequences, key_lengths, strict=True)],
@@ -47,8 +47,10 @@ def build_batch(
 
 
 def num_logit_rows(sequence: PlannedSequence) -> int:
-    """How many of its last tokens need logits: all of a chunk whose prompt is scored, one to draw from."""
-    return len(sequence.token_ids) if sequence.prompt_logits else int(sequence.needs_logits)
+    """How many of its last rows need logits: all of a chunk whose prompt is scored, one to draw from and one
+    behind each drafted token."""
+    own = len(sequence.token_ids) if sequence.prompt_logits else int(sequence.needs_logits)
+    return own + len(sequence.draft_token_ids)
 
 
 def _group_tables(
@@ -67,7 +69,7 @@ def _group_tables(
         live = [index for index, block in enumerate(blocks) if block >= 0]
         live_blocks.append([blocks[index] for index in live])
         live_positions.append([index * block_size for index in live])
-        for position in range(sequence.start_position, sequence.start_position + len(sequence.token_ids)):
+        for position in range(sequence.start_position, sequence.start_position + len(sequence.rows)):
             block = blocks[position // block_size]
             assert block >= 0, f"position {position} of sequence {sequence.sequence_id} has no block"
             slots.append(block * block_size + position % block_size)

@@ -33,7 +33,7 @@ class KVState:
         if not plan.sequences:
             return None
         starts = [s.start_position for s in plan.sequences]
-        counts = [len(s.token_ids) for s in plan.sequences]
+        counts = [len(s.rows) for s in plan.sequences]
         ids = [s.sequence_id for s in plan.sequences]
         spans = [self._rings.step(*step) for step in zip(ids, starts, counts, strict=True)]
         return build_tail_tables(spans, starts, counts, self._tail)

@@ -12,6 +12,7 @@ from edgellm.contracts import PlannedSequence, SequenceResult, StepPlan, StepRes
 from edgellm.runner.batch_builder import build_batch, num_logit_rows
 from edgellm.runner.kv_state import KVState
 from edgellm.runner.sampler import Draw, Sampler
+from edgellm.speculative.acceptance import COUPLED, num_kept
 from edgellm_kernels.batch import ForwardBatch, KVStorage
 from edgellm_kernels.ops import block_scores
 from edgellm_models.errors import EngineError
@@ -54,13 +55,15 @@ class ModelRunner:
         block_size: int,
         device: str = "cpu",
         host_kv: Sequence[KVStorage] = (),
+        spec_rule: str = COUPLED,
     ) -> None:
+        """``spec_rule``: how drafted tokens are accepted (speculative/acceptance.py)."""
         self._decoder = decoder
         self._kv = KVState(kv, host_kv)
         self._block_size = block_size
         self._device = device
         f16_kv = any(torch.float16 in (pages.keys.dtype, pages.values.dtype) for pages in kv)
-        self._sampler = Sampler(vocab_size, f16_kv=f16_kv)
+        self._sampler = Sampler(vocab_size, f16_kv=f16_kv, spec_rule=spec_rule)
         self._max_rows = max(1, MAX_LOGIT_BYTES // (4 * vocab_size))
         self.row_sink: RowSink | None = None
         """Where there is one it is given every row of logits, and prompts are not scored here."""
@@ -111,7 +114,7 @@ class ModelRunner:
             drawn, scores = self._last_logits(plan.sequences, rows)
             draws = self._draw(plan.sequences, drawn)
             results = [
-                self._with_block_scores(s, _result(s.sequence_id, draws.get(s.sequence_id), scores))
+                self._with_block_scores(s, _result(s, draws.get(s.sequence_id, ()), scores))
                 for s in plan.sequences
             ]
         return StepResult(plan.step, tuple(results))
@@ -124,7 +127,12 @@ class ModelRunner:
 
         Made in parts of ``MAX_LOGIT_BYTES`` at most where prompts are scored.
         """
-        wanted = {rows.stop - 1 for s, rows in _rows_of(sequences) if s.needs_logits}
+        wanted = {
+            row
+            for s, own in _rows_of(sequences)
+            if s.needs_logits
+            for row in range(own.stop - len(s.draft_token_ids) - 1, own.stop)
+        }
         drawn: list[torch.Tensor] = []
         scores: dict[int, Scores] = {}
         for start in range(0, len(rows), self._max_rows):
@@ -133,7 +141,7 @@ class ModelRunner:
             for sequence, own in _rows_of(sequences):
                 first, last = max(own.start, start), min(own.stop, end)
                 if first < last:
-                    position = sequence.start_position + len(sequence.token_ids) - own.stop + first
+                    position = sequence.start_position + len(sequence.rows) - own.stop + first
                     self._score(sequence, position, logits[first - start : last - start], scores)
             here = [row - start for row in range(start, end) if row in wanted]
             if here:
@@ -158,24 +166,29 @@ class ModelRunner:
         scores = tuple(tuple(block_scores(pages, blocks)) for pages, blocks in groups)
         return replace(result, block_scores=scores)
 
-    def _draw(self, sequences: Sequence[PlannedSequence], logits: torch.Tensor | None) -> dict[int, Draw]:
-        """By sequence id, the draw from its last row, for those that want one."""
+    def _draw(
+        self, sequences: Sequence[PlannedSequence], logits: torch.Tensor | None
+    ) -> dict[int, Sequence[Draw]]:
+        """By sequence id the draws from its last rows, for those that want any."""
         wanted = [s for s in sequences if s.needs_logits]
         if logits is None:
             return {}
         ids = [s.sequence_id for s in wanted]
         positions = [s.start_position + len(s.token_ids) for s in wanted]
-        masks = [_only_mask(s) for s in wanted]
-        return dict(zip(ids, self._sampler.sample(logits, ids, positions, masks), strict=True))
+        masks = [mask for s in wanted for mask in _row_masks(s)]
+        drafts = [s.draft_token_ids for s in wanted]
+        return dict(zip(ids, self._sampler.verify(logits, ids, positions, drafts, masks), strict=True))
 
 
-def _only_mask(sequence: PlannedSequence) -> bytes | None:
-    """What the one row that a sequence draws from allows; EngineError rather than leave a mask out."""
-    if len(sequence.token_masks) > 1:
+def _row_masks(sequence: PlannedSequence) -> Sequence[bytes | None]:
+    """What each row that a sequence draws from allows; EngineError rather than leave a mask out."""
+    rows = 1 + len(sequence.draft_token_ids)
+    if sequence.token_masks and len(sequence.token_masks) != rows:
         raise EngineError(
-            f"sequence {sequence.sequence_id} draws one token, but {len(sequence.token_masks)} masks came"
+            f"sequence {sequence.sequence_id} draws from {rows} rows, but {len(sequence.token_masks)} masks "
+            "came"
         )
-    return sequence.token_masks[0] if sequence.token_masks else None
+    return sequence.token_masks or (None,) * rows
 
 
 def _rows_of(sequences: Sequence[PlannedSequence]) -> Iterator[tuple[PlannedSequence, slice]]:
@@ -188,16 +201,22 @@ def _rows_of(sequences: Sequence[PlannedSequence]) -> Iterator[tuple[PlannedSequ
 
 
 def _result(
-    sequence_id: int,
-    draw: Draw | None,
+    sequence: PlannedSequence,
+    draws: Sequence[Draw],
     scores: Mapping[int, Scores],
 ) -> SequenceResult:
+    sequence_id, draft = sequence.sequence_id, sequence.draft_token_ids
     prompt_logprobs, error = scores.get(sequence_id, ((), None))
-    if draw is not None and draw.error is not None:
-        error = error or draw.error
+    if draws and draws[0].error is not None:
+        error = error or draws[0].error
     if error is not None:
         return SequenceResult(sequence_id, (), error=error)
-    if draw is None:
-        return SequenceResult(sequence_id, (), prompt_logprobs=prompt_logprobs)
-    logprobs = () if draw.logprob is None else (draw.logprob,)
-    return SequenceResult(sequence_id, (draw.token_id,), logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+    tokens = tuple(draw.token_id for draw in draws)
+    return SequenceResult(
+        sequence_id,
+        tokens,
+        len(draft),
+        num_kept(draft, tokens),
+        logprobs=tuple(draw.logprob for draw in draws if draw.logprob is not None),
+        prompt_logprobs=prompt_logprobs,
+    )

@@ -48,6 +48,13 @@ def row_key(seed: int, sample: int, position: int) -> int:
     return _mix64(key ^ (position + _GOLDEN))
 
 
+def uniform(key: int, token_id: int) -> float:
+    """In (0, 1), independent of ``gumbel_noise`` of the same key: by which a drafted token is kept under the
+    rejection rule."""
+    own = _mix64(key ^ _GOLDEN)
+    return (int(hash32(own, torch.tensor([token_id]))) + 0.5) / 2**32
+
+
 def _fmix32(x: torch.Tensor) -> torch.Tensor:
     # NOTE: the int64 products wrap; their low 32 bits, the only ones kept, are those of the unsigned product.
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _M32
@@ -62,5 +69,5 @@ def hash32(key: int, token_ids: torch.Tensor) -> torch.Tensor:
 
 def gumbel_noise(key: int, token_ids: torch.Tensor) -> torch.Tensor:
     """[n] int64 ids -> [n] f64 standard Gumbel noise."""
-    uniform = (hash32(key, token_ids).to(torch.float64) + 0.5) / 2**32
-    return -torch.log(-torch.log(uniform))
+    u = (hash32(key, token_ids).to(torch.float64) + 0.5) / 2**32
+    return -torch.log(-torch.log(u))

@@ -10,6 +10,9 @@ this changes (logprobs.py).
 So the mask has the last word on what may be drawn, and the filters count only what it allows. A row whose
 logits hold NaN or +inf, or nothing above -inf, is an error of its own sequence only; so is one in which bias
 and mask leave nothing.
+
+Drafted tokens are verified by drawing: behind each that was drawn as drafted the next row is drawn from
+(speculative/acceptance.py). Penalties count what was drawn before, so nothing has to be taken back.
 """
 
 from __future__ import annotations
@@ -23,9 +26,10 @@ import torch
 from edgellm.contracts import SequenceStart, TokenLogprob
 from edgellm.runner import filters
 from edgellm.runner.logprobs import raw_logprobs
-from edgellm.runner.noise import NOISE_SPAN, gumbel_noise, row_key
+from edgellm.runner.noise import NOISE_SPAN, gumbel_noise, row_key, uniform
 from edgellm.runner.penalties import LogitAdjuster
 from edgellm.runner.token_mask import unpack_masks
+from edgellm.speculative.acceptance import COUPLED, REJECTION, verified_run
 from edgellm_kernels.ops import largest
 
 
@@ -90,9 +94,11 @@ def candidates(logits: torch.Tensor, state: SamplerState) -> tuple[torch.Tensor,
 class Sampler:
     """Sampling states by sequence id, and the drawing."""
 
-    def __init__(self, vocab_size: int, *, f16_kv: bool = False) -> None:
+    def __init__(self, vocab_size: int, *, f16_kv: bool = False, spec_rule: str = COUPLED) -> None:
+        """``spec_rule``: how drafted tokens are accepted (speculative/acceptance.py)."""
         self._f16_kv = f16_kv
         self._vocab_size = vocab_size
+        self._spec_rule = spec_rule
         self._states: dict[int, SamplerState] = {}
 
     def start(self, start: SequenceStart) -> None:
@@ -115,12 +121,30 @@ class Sampler:
         ``positions`` are the absolute positions of the drawn tokens, which the penalties count from then on;
         ``masks``, none or one per row, say which ids may be drawn (PlannedSequence.token_masks).
         """
+        drafts: list[Sequence[int]] = [()] * len(sequence_ids)
+        return [run[0] for run in self.verify(logits, sequence_ids, positions, drafts, masks)]
+
+    def verify(
+        self,
+        logits: torch.Tensor,
+        sequence_ids: Sequence[int],
+        positions: Sequence[int],
+        drafts: Sequence[Sequence[int]],
+        masks: Sequence[bytes | None] = (),
+    ) -> list[list[Draw]]:
+        """The draws of each sequence: 1 to len(draft) + 1, all but the last as drafted, or a lone error.
+
+        ``logits`` [rows, vocab] f32 hold one row for each sequence's next token and one behind each of its
+        drafted tokens, in order, as ``masks`` do; ``positions`` are those of the next tokens. A row that
+        cannot be drawn from is an error only where nothing was drawn before it: else the step ends there.
+        """
         best, best_ids = largest(logits)  # of equal logits the first; NaN when there is one
         usable = [math.isfinite(value) for value in best.tolist()]
-        greedy_ids = best_ids.tolist()
+        greedy_ids: list[int | None] = best_ids.tolist()
         allowed, mask_rows = self._allowed(masks)
         states = [self._states[sequence_id] for sequence_id in sequence_ids]
-        masked_greedy = [row for row in mask_rows if states[row].is_plain_greedy]
+        owners = [state for state, draft in zip(states, drafts, strict=True) for _ in range(len(draft) + 1)]
+        masked_greedy = [row for row in mask_rows if owners[row].is_plain_greedy]
         if masked_greedy:
             # One argmax for all of them, as for the rows without a mask above.
             keep = allowed[[mask_rows[row] for row in masked_greedy]].to(logits.device)
@@ -129,26 +153,45 @@ class Sampler:
             found = zip(masked_greedy, best.tolist(), best_ids.tolist(), strict=True)
             for row, value, token_id in found:
                 greedy_ids[row] = token_id if value > float("-inf") else None
-        draws: list[Draw] = []
-        for row, (state, position) in enumerate(zip(states, positions, strict=True)):
+        draws: list[Draw | None] = [None] * len(owners)
+
+        def draw(state: SamplerState, row: int, position: int, drafted: int | None) -> int | None:
+            """The token of a row; None, and the reason in ``draws``, where there is none."""
             if not usable[row]:
-                draws.append(Draw(error=_describe_bad(logits[row], position, self._f16_kv)))
-                continue
+                draws[row] = Draw(error=_describe_bad(logits[row], position, self._f16_kv))
+                return None
             if state.is_plain_greedy:
                 token_id = greedy_ids[row]
             else:
                 mask = allowed[mask_rows[row]] if row in mask_rows else None
-                token_id = self._draw(logits[row], state, position, mask)
+                token_id = self._draw(logits[row], state, position, mask, drafted)
             if token_id is None:
                 what = "logit_bias" if row not in mask_rows else "logit_bias and the constraint"
-                draws.append(
-                    Draw(error=f"no token is left to draw at position {position}: {what} removed all")
-                )
-                continue
+                error = f"no token is left to draw at position {position}: {what} removed all"
+                draws[row] = Draw(error=error)
+                return None
             state.adjuster.observe(token_id)
-            draws.append(Draw(token_id))
-        self._add_logprobs(draws, logits, states)
-        return draws
+            draws[row] = Draw(token_id)
+            return token_id
+
+        first, spans = 0, []
+        for state, position, draft in zip(states, positions, drafts, strict=True):
+
+            def draw_at(
+                index: int,
+                state: SamplerState = state,
+                position: int = position,
+                draft: Sequence[int] = draft,
+                first: int = first,
+            ) -> int | None:
+                drafted = draft[index] if index < len(draft) else None
+                return draw(state, first + index, position + index, drafted)
+
+            count = len(verified_run(draft, draw_at))
+            spans.append((first, max(1, count)))
+            first += len(draft) + 1
+        self._add_logprobs(draws, logits, owners)
+        return [[one for one in draws[begin : begin + count] if one is not None] for begin, count in spans]
 
     def score_prompt(
         self, logits: torch.Tensor, sequence_id: int, start_position: int
@@ -177,7 +220,12 @@ class Sampler:
         return unpacked, {row: index for index, (row, _) in enumerate(given)}
 
     def _draw(
-        self, logits: torch.Tensor, state: SamplerState, position: int, allowed: torch.Tensor | None
+        self,
+        logits: torch.Tensor,
+        state: SamplerState,
+        position: int,
+        allowed: torch.Tensor | None,
+        drafted: int | None,
     ) -> int | None:
         adjusted = state.adjuster.apply(logits.to(device="cpu", dtype=torch.float64))
         if allowed is not None:
@@ -187,21 +235,36 @@ class Sampler:
         if state.sampling.temperature == 0:
             return int(torch.argmax(adjusted))
         ids, scores = candidates(adjusted, state)
+        key = row_key(state.seed, state.sample, position)
+        if drafted is not None and self._spec_rule == REJECTION:
+            is_drafted = ids == drafted
+            if bool(is_drafted.any()):
+                # Drafts are fixed tokens, q = 1: kept with probability p, and the residual is p without it.
+                kept = torch.exp(scores[is_drafted][0] - torch.logsumexp(scores, 0))
+                if uniform(key, drafted) < float(kept):
+                    return drafted
+                ids, scores = ids[~is_drafted], scores[~is_drafted]
+                if not len(ids):
+                    return drafted
         alive = scores >= scores.max() - NOISE_SPAN
         ids, scores = ids[alive], scores[alive]
-        noise = gumbel_noise(row_key(state.seed, state.sample, position), ids)
+        noise = gumbel_noise(key, ids)
         return int(ids[torch.argmax(scores + noise)])
 
-    def _add_logprobs(self, draws: list[Draw], logits: torch.Tensor, states: Sequence[SamplerState]) -> None:
-        """Fills in the logprobs of the rows that ask for them, those that ask for as many together."""
+    def _add_logprobs(
+        self, draws: list[Draw | None], logits: torch.Tensor, owners: Sequence[SamplerState]
+    ) -> None:
+        """Fills in the logprobs of the drawn rows that ask for them, those that ask for as many together."""
         rows_by_top: dict[int, list[int]] = {}
-        for row, state in enumerate(states):
-            if state.logprobs is not None and draws[row].error is None:
-                rows_by_top.setdefault(state.logprobs, []).append(row)
+        drawn = {row: one for row, one in enumerate(draws) if one is not None and one.error is None}
+        for row in drawn:
+            top = owners[row].logprobs
+            if top is not None:
+                rows_by_top.setdefault(top, []).append(row)
         for top, rows in rows_by_top.items():
-            ids = [draws[row].token_id for row in rows]
+            ids = [drawn[row].token_id for row in rows]
             for row, logprob in zip(rows, raw_logprobs(logits[rows], ids, top), strict=True):
-                draws[row] = replace(draws[row], logprob=logprob)
+                draws[row] = replace(drawn[row], logprob=logprob)
 
 
 def _describe_bad(row: torch.Tensor, position: int, f16_kv: bool = False) -> str:
