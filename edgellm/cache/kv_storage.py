@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 import torch
 
+from edgellm.cache import kv_sizes
 from edgellm.cache.block_pool import blocks_for
+from edgellm.cache.kv_sizes import head_bytes
 from edgellm.cache.sequence_blocks import GroupLayout
 from edgellm_kernels.batch import INT4_GROUP, TAIL_POSITIONS, KVStorage, TailStorage
 from edgellm_models.errors import BadInputError, Notice, ResourceError
 from edgellm_models.network.spec import ModelSpec
 
-KV_BITS = {"f32": 32, "f16": 16, "bf16": 16, "int8": 8, "int4": 4}
 _TORCH_DTYPES = {
     "f32": torch.float32,
     "f16": torch.float16,
@@ -24,6 +25,7 @@ _TORCH_DTYPES = {
     "int8": torch.int8,
     "int4": torch.uint8,  # two elements per byte
 }
+KV_BITS = {name: kv_sizes.KV_BITS[name] for name in _TORCH_DTYPES}
 INT4_HEAD_DIMS = (64, 128, 256)
 """Head sizes that the Hadamard rotation of int4 supports."""
 
@@ -117,18 +119,9 @@ def choose_kv_type(
     )
 
 
-def _head_bytes(name: str, dim: int) -> int:
-    """Bytes of one head of one position, its f16 scales included."""
-    if name == "int4":
-        return dim // 2 + 2 * (dim // INT4_GROUP)
-    if name == "int8":
-        return dim + 2
-    return dim * KV_BITS[name] // 8
-
-
 def kv_bytes_per_position(spec: ModelSpec, num_layers: int, kv: KVType) -> int:
     """Bytes of K and V of one position in the pages of ``num_layers`` layers."""
-    per_head = _head_bytes(kv.keys, spec.head_dim) + _head_bytes(kv.values, spec.head_dim)
+    per_head = head_bytes(kv.keys, spec.head_dim) + head_bytes(kv.values, spec.head_dim)
     return num_layers * spec.num_kv_heads * per_head
 
 

@@ -483,3 +483,11 @@ def test_copies_happen_in_their_order() -> None:
 def test_math_of_the_gain_is_that_of_the_bits() -> None:
     assert math.isclose(16 / 4.5, 3.5556, abs_tol=1e-3)
     assert replace(kv_type("int8"), values="int4").name == "int8/int4"
+
+
+def test_planned_sizes_are_those_of_the_pages() -> None:
+    """What is said before loading and what is allocated come from one table of sizes."""
+    from edgellm.cache import kv_sizes
+    from edgellm_kernels import batch
+
+    assert kv_sizes.INT4_GROUP == batch.INT4_GROUP
