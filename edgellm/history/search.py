@@ -105,7 +105,7 @@ def forget(db: sqlite3.Connection, chat_id: str, *, has_fts: bool) -> None:
     if not rows:
         return
     if not has_fts:
-        db.execute(f"CREATE TABLE IF NOT EXISTS {STALE_INDEX} (nothing)")
+        db.execute(f"CREATE TABLE IF NOT EXISTS {STALE_INDEX} (x)")
         return
     for row in rows:
         db.execute(
