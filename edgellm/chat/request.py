@@ -22,6 +22,15 @@ PLAIN_TEMPLATE = (
 """What a base model gets when its user asks for a chat all the same: roles as plain words."""
 
 
+class ContextExceededError(BadInputError):
+    """A prompt that leaves no room for an answer in the context."""
+
+    def __init__(self, message: str, prompt_tokens: int, context_length: int) -> None:
+        super().__init__(message)
+        self.prompt_tokens = prompt_tokens
+        self.context_length = context_length
+
+
 def template_message(message: ChatMessage) -> dict[str, Any]:
     """A message as chat templates know it: OpenAI's form, with absent fields absent."""
     content: Any = message.content
@@ -131,12 +140,14 @@ def build_request(
 
 
 def check_context(chat: EncodedChat, context_length: int) -> None:
-    """BadInputError, with both numbers, when no token of an answer fits behind the prompt."""
+    """ContextExceededError, with both numbers, when no token of an answer fits behind the prompt."""
     if len(chat.token_ids) >= context_length:
-        raise BadInputError(
+        raise ContextExceededError(
             f"the conversation has {len(chat.token_ids)} tokens but the context holds {context_length};"
             f" start a new"
-            " chat, shorten the messages, or raise --ctx"
+            " chat, shorten the messages, or raise --ctx",
+            len(chat.token_ids),
+            context_length,
         )
 
 

@@ -33,6 +33,9 @@ class CommandRow:
 COMMANDS = {
     "chat": CommandRow("edgellm.cli.chat", "Talk to a model, on a screen or through pipes."),
     "complete": CommandRow("edgellm.cli.complete", "Continue a text, without a chat template."),
+    "serve": CommandRow("edgellm.cli.serve", "Serve a model to programs that speak OpenAI's API."),
+    "ps": CommandRow("edgellm.cli.ps", "List the servers that run."),
+    "stop": CommandRow("edgellm.cli.stop", "Stop a server."),
     "tokenize": CommandRow("edgellm.cli.tokenize_text", "Show the token ids of a text."),
     "eval": CommandRow("edgellm.cli.evaluate_text", "Score a text: perplexity, KL divergence."),
     "bench": CommandRow("edgellm.cli.bench", "Measure speed, latency, bandwidth and memory."),
@@ -48,7 +51,7 @@ COMMANDS = {
 }
 """In the order of the help."""
 
-PLANNED = ("serve", "ps", "stop", "history")
+PLANNED = ("history",)
 """Commands of the published interface that are not in this version."""
 
 EXAMPLES = (

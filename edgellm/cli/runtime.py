@@ -113,12 +113,13 @@ def load_runtime(
     prefill_chunk: int | None = None,
     kv: KVType | None = None,
     full_contexts: int = 1,
+    max_running: int | None = None,
 ) -> Runtime:
     """Loads a model for the settings given. ``on_notice`` hears what was chosen or changed, as it happens.
 
     ``prefill_chunk`` limits the prompt tokens of a step; ``kv`` goes before ``--kv-dtype``, for measurements
     of keys and values of different types; the KV cache has room for ``full_contexts`` sequences of the whole
-    context, which are not part of the check against free memory.
+    context, which are not part of the check against free memory. ``max_running``: requests that run at once.
 
     Raises what the readers raise for damaged files, ResourceError when device or memory do not suffice.
     """
@@ -220,7 +221,7 @@ def load_runtime(
         kv_window=resolved.kv_window,
         kv_budget=resolved.kv_budget,
         prefill_chunk=chunk,
-        max_running=at_once if kv.has_tail else MAX_RUNNING,
+        max_running=min(at_once, max_running or at_once) if kv.has_tail else max_running or MAX_RUNNING,
         make_decoder=lambda request: StreamDecoder(
             tokenizer,
             # A constraint is about the answer's whole text, its first space included.

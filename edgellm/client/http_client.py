@@ -302,6 +302,34 @@ class HttpClient:
             raise _Unreachable.of(self.address, error) from None
 
 
+@dataclass(frozen=True)
+class ServerStatus:
+    """What a server says of itself in few words."""
+
+    state: str
+    """As /health has it, or ``no answer``."""
+    running: int | None = None
+    waiting: int | None = None
+
+
+async def ask_status(address: str, api_key: str | None, timeout_s: float) -> ServerStatus:
+    """The state of one of our servers; never raises for one that does not answer."""
+    client = HttpClient(address, api_key=api_key, timeout_s=timeout_s)
+    try:
+        async with asyncio.timeout(timeout_s):
+            _, health = await client._get("health")
+            state = str(health.get("status", "unknown"))
+            status, answer = await client._get("v1/edge/status")
+            if status != 200:
+                return ServerStatus(state)
+            stats = wire.engine_stats(answer)
+            return ServerStatus(state, stats.running, stats.waiting)
+    except (EdgeLLMError, TimeoutError):
+        return ServerStatus("no answer")
+    finally:
+        await client.close()
+
+
 class _Unreachable(UnavailableError):
     @classmethod
     def of(cls, address: str, error: Exception) -> _Unreachable:

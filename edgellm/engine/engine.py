@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +19,11 @@ from edgellm.contracts import (
     Runner,
     SequenceStart,
     StepPlan,
+    StepResult,
     TokenEvent,
 )
 from edgellm.engine import wording
-from edgellm.engine.answer import Answer, TextDecoder
+from edgellm.engine.answer import Answer, AnswerStep, TextDecoder
 from edgellm.engine.checks import check_eviction, check_request
 from edgellm.engine.kv_exchange import KVExchange
 from edgellm.engine.saved_kv import KVIdentity
@@ -31,6 +32,7 @@ from edgellm.engine.stats import StatsRecorder
 from edgellm.scheduler.scheduler import Scheduler
 from edgellm.scheduler.sequence import Outcome, Sequence
 from edgellm.scheduler.wording import evicted
+from edgellm.speculative.speculator import Room, Speculator
 from edgellm_models.errors import EngineError
 from edgellm_models.tokenizer.base import Tokenizer
 
@@ -72,15 +74,18 @@ class Engine:
         kv_identity: Callable[[], KVIdentity] | None = None,
         model_name: str = "",
         recorder: StatsRecorder | None = None,
+        speculator: Speculator | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``token_budget``: rows of a step; by default a chunk beside a token of every other sample.
 
         ``kv_window`` and ``kv_budget``: tokens kept by requests with such a policy and no number themselves.
-        ``kv_identity`` and ``model_name``: what files of saved KV state, see ``exchange``.
+        ``kv_identity`` and ``model_name``: what files of saved KV state, see ``exchange``. ``speculator``
+        drafts up to ``kv.lookahead`` tokens per sequence and step; None leaves that to the runner.
         """
         self.context_length = context_length
         self.vocab_size = vocab_size
+        self.max_running = max_running
         self._runner = runner
         self.exchange = KVExchange(
             kv, runner, context_length, vocab_size, rope_switch_length, kv_identity, model_name
@@ -93,6 +98,7 @@ class Engine:
         self._kv_window, self._kv_budget = kv_window, kv_budget
         self._recorder = recorder or StatsRecorder()
         self._clock = clock
+        self._speculator = speculator
         self._scheduler = Scheduler(
             kv,
             max_running=max_running,
@@ -160,10 +166,11 @@ class Engine:
         start = self._clock()
         events = self._end_unwanted(start)
         events.extend(self._end_empty(start))
+        drafts = self._propose()
         plan = self._scheduler.next_step()
         events.extend(self._told_by_scheduler(start))
         if plan is not None:
-            events.extend(self._run(plan, start))
+            events.extend(self._run(self._with_drafts(plan, drafts), start))
         elif self._samples and not events:
             raise EngineError(
                 f"nothing can run although {len(self._samples)} samples are open and no step is on its way"
@@ -210,12 +217,25 @@ class Engine:
             salt=request.cache_salt,
             conversation_id=request.conversation_id,
             eviction=self._eviction_plan(request),
-            draft_limit=self._kv.lookahead if request.speculate and constraint is None else 0,
-            needs_host=constraint is not None,
+            draft_limit=self._runner_drafts(request),
+            needs_host=constraint is not None or self._speculator is not None,
             fork_parent=parent,
         )
+        if self._speculator is not None and request.speculate:
+            self._speculator.begin(
+                sequence.sequence_id,
+                request.prompt_token_ids,
+                prediction=request.prediction_token_ids,
+                salt=request.cache_salt,
+            )
         fills_context = asked is None or asked > room
         return Sample(request, index, answer, sequence, fills_context, answer.token_masks())
+
+    def _runner_drafts(self, request: GenerationRequest) -> int:
+        """Tokens per step that a runner which drafts itself may draft."""
+        if self._speculator is not None or not request.speculate or request.constraint is not None:
+            return 0
+        return self._kv.lookahead
 
     def _eviction_plan(self, request: GenerationRequest) -> EvictionPlan | None:
         """What a request's policy makes of its KV; None keeps all. BadInputError where it cannot be done."""
@@ -270,14 +290,58 @@ class Engine:
             events.append(self._finish(sample, FinishReason.ERROR, now, text=text, error=failure.error))
         return events
 
+    def _propose(self) -> dict[int, tuple[int, ...]]:
+        """Drafts for the next step by sequence id; the scheduler gives them room where there is any."""
+        if self._speculator is None:
+            return {}
+        decoding = [sample for sample in self._samples.values() if sample.is_decoding]
+        rooms = []
+        for sample in decoding:
+            sequence = sample.sequence
+            sequence.draft_limit = 0
+            most = min(self._kv.lookahead, sequence.max_new_tokens - sequence.num_answered - 1)
+            if most > 0:
+                rooms.append(Room(sample.sequence_id, most, sample.answer.draftable))
+        mixed = any(sample.is_prefilling for sample in self._samples.values())
+        drafts = self._speculator.propose(rooms, len(decoding), mixed=mixed)
+        for sequence_id, draft in drafts.items():
+            self._samples[sequence_id].sequence.draft_limit = len(draft)
+        return drafts
+
+    def _with_drafts(self, plan: StepPlan, drafts: Mapping[int, tuple[int, ...]]) -> StepPlan:
+        """The plan with the drafts that found room and the masks of the constraints that its rows are drawn
+        under."""
+        sequences = list(plan.sequences)
+        for index, planned in enumerate(sequences):
+            if not planned.needs_logits:
+                continue
+            sample = self._samples[planned.sequence_id]
+            draft, masks = drafts.get(planned.sequence_id, ())[: planned.draft_limit], sample.token_masks
+            if draft and masks:
+                masks = sample.answer.drafted_masks(draft)
+                draft = draft[: len(masks) - 1]
+            if draft or masks:
+                sequences[index] = replace(planned, draft_token_ids=draft, token_masks=masks)
+        return replace(plan, sequences=tuple(sequences))
+
     def _run(self, plan: StepPlan, start: float) -> list[TokenEvent]:
         events = self._mark_started(plan, start)
-        result = self._runner.execute(self._with_masks(plan))
+        began = self._clock()
+        result = self._runner.execute(plan)
         now = self._clock()
         decoded = 0
-        for outcome in self._scheduler.commit(result):
+        # An answer may end inside of what a draft brought: nothing behind its end becomes part of its text or
+        # of the cache.
+        result, pushed = self._end_within(result)
+        outcomes = self._scheduler.commit(result)
+        if self._speculator is not None:
+            brought = {one.sequence_id: one.token_ids for one in result.results}
+            self._speculator.settle(plan.sequences, brought, now - began)
+            for sequence_id, why in self._speculator.disarmed():
+                events.append(self._samples[sequence_id].event(notice=wording.spec_disarmed(why)))
+        for outcome in outcomes:
             sample = self._samples[outcome.sequence_id]
-            event = self._commit(sample, outcome, now)
+            event = self._commit(sample, outcome, now, pushed.get(outcome.sequence_id))
             decoded += len(event.token_ids)
             events.append(event)
         prefilled = sum(len(planned.token_ids) for planned in plan.sequences if planned.is_prefill)
@@ -300,18 +364,22 @@ class Engine:
                 events.append(sample.event(notice=notice))
         return events
 
-    def _with_masks(self, plan: StepPlan) -> StepPlan:
-        """The plan with the masks of the constraints that its rows are drawn under."""
-        masks = [self._samples[planned.sequence_id].token_masks for planned in plan.sequences]
-        if not any(masks):
-            return plan
-        sequences = tuple(
-            replace(planned, token_masks=mask) if planned.needs_logits else planned
-            for planned, mask in zip(plan.sequences, masks, strict=True)
-        )
-        return replace(plan, sequences=sequences)
+    def _end_within(self, result: StepResult) -> tuple[StepResult, dict[int, AnswerStep]]:
+        """The result without tokens behind an answer's end, and what its runs of several tokens mean."""
+        pushed: dict[int, AnswerStep] = {}
+        results = list(result.results)
+        for index, one in enumerate(results):
+            if len(one.token_ids) > 1 and one.error is None:
+                step = self._samples[one.sequence_id].answer.push(one.token_ids)
+                pushed[one.sequence_id] = step
+                kept = len(step.token_ids)
+                results[index] = replace(one, token_ids=step.token_ids, logprobs=one.logprobs[:kept])
+        return (replace(result, results=tuple(results)) if pushed else result), pushed
 
-    def _commit(self, sample: Sample, outcome: Outcome, now: float) -> TokenEvent:
+    def _commit(
+        self, sample: Sample, outcome: Outcome, now: float, step: AnswerStep | None = None
+    ) -> TokenEvent:
+        """``step``: what the tokens mean, where the answer has taken them already."""
         result = outcome.result
         if result.error is not None:
             text = sample.answer.finish()
@@ -322,7 +390,8 @@ class Engine:
         }
         if not outcome.planned.needs_logits:
             return sample.event(**fields)
-        step = sample.answer.push(result.token_ids)
+        if step is None:
+            step = sample.answer.push(result.token_ids)
         reason, error = step.finish_reason, step.error
         if reason is None:
             try:
@@ -355,6 +424,8 @@ class Engine:
             length = len(sample.sequence.token_ids)
             self._parting.append(sample.event(notice=evicted(sample.sequence.eviction, dropped, length)))
         self._scheduler.finish(sample.sequence_id)
+        if self._speculator is not None:
+            self._speculator.end(sample.sequence_id)
         del self._samples[sample.sequence_id]
         siblings = self._open[sample.request.request_id]
         siblings.remove(sample)
@@ -388,6 +459,8 @@ class Engine:
             self._kv.counts(),
             prefix_hit_rate=self._cached_tokens / max(1, self._prompt_tokens),
             kv_waste=self._kv.waste(),
+            draft=None if self._speculator is None else self._speculator.counts,
+            draft_state="off" if self._speculator is None else self._speculator.state,
         )
 
     def check_integrity(self) -> None:

@@ -23,7 +23,7 @@ from edgellm.contracts import (
     Usage,
 )
 from edgellm_models.errors import Notice
-from edgellm_models.tokenizer.base import TokenKind
+from edgellm_models.tokenizer.base import KnownIds, PromptPart, TokenKind
 
 END_ID = 256
 
@@ -39,9 +39,19 @@ class ByteTokenizer:
     add_bos = False
     add_eos = False
     strips_leading_space = False
+    notices: tuple[Notice, ...] = ()
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         return ([257] if add_special and self.add_bos else []) + list(text.encode())
+
+    def encode_parts(self, parts: Sequence[PromptPart], *, add_bos: bool = True) -> list[int]:
+        ids: list[int] = []
+        for part in parts:
+            if isinstance(part, KnownIds):
+                ids += part.token_ids
+            else:
+                ids += (part if isinstance(part, str) else part.text).encode()
+        return ids
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < 256 else f"<{token_id}>".encode()

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server over an engine: addresses, security, routes, streams, metrics, lifecycle."""

@@ -1,0 +1,182 @@
+"""Servers for tests: the whole application over an engine without a model, in this process or on a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from edgellm.cache.kv_manager import KVManager
+from edgellm.cache.sequence_blocks import GroupLayout
+from edgellm.contracts import SamplingParams
+from edgellm.engine.async_engine import AsyncEngine
+from edgellm.engine.engine import Engine
+from edgellm.server.lifecycle import Server
+from edgellm.server.model_host import ServedModel
+from edgellm.server.settings import ServerSettings
+from edgellm_models.tokenizer.chat_template import ChatTemplates
+from edgellm_models.tokenizer.stream_decoder import StreamDecoder
+from tests.support.fake_backend import FAKE_MODEL
+from tests.support.fake_engine import END_ID, ByteTokenizer, FakeRunner
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+"""A chat template without tools."""
+TOOL_TEMPLATE = "{% if tools %}{{ tools | tojson }}{% endif %}" + TEMPLATE + "{# <tool_call> #}"
+THINK_TEMPLATE = TEMPLATE + "{# <think> </think> #}"
+MODEL = "scripted"
+
+Script = Callable[[tuple[int, ...]], Sequence[int]]
+
+
+def says(text: str) -> Script:
+    """Every answer is this text, then the end."""
+    return lambda prompt: [*text.encode(), END_ID]
+
+
+def echoes(prompt: tuple[int, ...]) -> Sequence[int]:
+    """Every answer is the last line of the prompt before the generation prompt, reversed."""
+    line = bytes(t for t in prompt if t < 256).rsplit(b"\n", 2)[-2]
+    return [*line.rpartition(b"]")[2][::-1], END_ID]
+
+
+@dataclass
+class Scripted:
+    """A model that plays a script through the real engine and scheduler."""
+
+    model: ServedModel
+    core: Engine
+    runner: FakeRunner
+
+
+def scripted_model(
+    script: Script = echoes,
+    *,
+    template: str | None = TEMPLATE,
+    context: int = 4096,
+    num_blocks: int = 2048,
+    max_running: int = 8,
+    sampling: SamplingParams | None = None,
+    delay_s: float = 0.0,
+    **runner_fields: Any,
+) -> Scripted:
+    """``delay_s``: of every step."""
+    runner = FakeRunner(script, delay_s=delay_s, **runner_fields)
+    tokenizer = ByteTokenizer()
+    core = Engine(
+        runner,
+        tokenizer,
+        KVManager([GroupLayout(None, num_blocks)], 4),
+        context_length=context,
+        vocab_size=258,
+        make_decoder=lambda request: StreamDecoder(tokenizer, shown_ids=request.shown_token_ids),
+        max_running=max_running,
+    )
+    engine = AsyncEngine(core)
+    info = replace(FAKE_MODEL, name=MODEL, context_length=context)
+    model = ServedModel(
+        info=info,
+        engine=engine,
+        tokenizer=tokenizer,
+        templates=None if template is None else ChatTemplates({"default": template}),
+        sampling=sampling or SamplingParams(),
+        max_running=max_running,
+        vocab_size=258,
+        close=engine.close,
+    )
+    return Scripted(model, core, runner)
+
+
+@dataclass
+class Running:
+    """A server in a thread of this process."""
+
+    address: str
+    server: Server
+    loop: asyncio.AbstractEventLoop
+    made: list[Scripted]
+    accesses: list[Mapping[str, Any]]
+
+    @property
+    def url(self) -> str:
+        return self.address + "/v1"
+
+    @property
+    def scripted(self) -> Scripted:
+        return self.made[-1]
+
+
+@contextmanager
+def serving(
+    make: Callable[[], Scripted] = scripted_model, *, wait: bool = True, **settings: Any
+) -> Iterator[Running]:
+    """Runs a server on a free port (or ``uds``) until the block ends."""
+    made: list[Scripted] = []
+    accesses: list[Mapping[str, Any]] = []
+    ready = threading.Event()
+
+    def load() -> ServedModel:
+        made.append(make())
+        return made[-1].model
+
+    fields = {"port": 0, **settings}
+    server = Server(
+        ServerSettings(**fields),
+        MODEL,
+        load,
+        on_ready=lambda address: ready.set(),
+        on_access=accesses.append,
+    )
+    address = server.claim()
+    loops: list[asyncio.AbstractEventLoop] = []
+    started = threading.Event()
+
+    async def main() -> None:
+        loops.append(asyncio.get_running_loop())
+        started.set()
+        await server.serve()
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
+    thread.start()
+    assert started.wait(10)
+    if wait:
+        assert ready.wait(10)
+    try:
+        yield Running(address, server, loops[0], made, accesses)
+    finally:
+        if not loops[0].is_closed():
+            loops[0].call_soon_threadsafe(server.stop)
+            loops[0].call_soon_threadsafe(server.stop)  # at once
+        thread.join(15)
+        server.release()
+        assert not thread.is_alive(), "the server did not end"
+
+
+def http(address: str, **fields: Any) -> Any:
+    """A synchronous client of a server's address."""
+    import httpx2
+
+    if address.startswith("unix:"):
+        transport = httpx2.HTTPTransport(uds=address.removeprefix("unix:"))
+        return httpx2.Client(transport=transport, base_url="http://localhost", timeout=30, **fields)
+    return httpx2.Client(base_url=address, timeout=30, **fields)
+
+
+def events_of(text: str) -> list[Any]:
+    """The values of an event stream; ``[DONE]`` as it is."""
+    found = []
+    for block in text.split("\n\n"):
+        data = [line[5:].strip() for line in block.split("\n") if line.startswith("data:")]
+        if data:
+            found.append(data[0] if data[0] == "[DONE]" else json.loads(data[0]))
+    return found
+
+
+def chat_body(text: str = "hello", **fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": text}], **fields}
