@@ -21,14 +21,15 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 KEPT = {"EDGELLM_TEST_MODELS", "EDGELLM_TEST_HOME"}
 
 
-@pytest.fixture(scope="session", autouse=True)
-def native_library_built() -> None:
-    """The native library beside its sources, built from them as they are now. A failure is kept in a file
-    that ``native_library.why_missing`` reads: the tests that need the library show it.
+def pytest_configure(config: pytest.Config) -> None:
+    """Builds the native library from its sources as they are now, before any test is collected, once for all
+    workers. A failure is kept in a file that ``native_library.why_missing`` reads: the tests that need the
+    library show it.
     """
-    from edgellm_kernels.native.build import build_in_place
+    if not hasattr(config, "workerinput"):
+        from edgellm_kernels.native.build import build_in_place
 
-    build_in_place()
+        build_in_place()
 
 
 @pytest.fixture(autouse=True)
