@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,15 +18,15 @@ from edgellm.cli.options import (
     engine_options,
     json_option,
     option,
-    planned_options,
     sampling_options,
 )
 from edgellm.cli.piped_text import read_stdin
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
+    from edgellm.cli.chat_session import ChatSession
     from edgellm.cli.runtime import OnNotice, Runtime
     from edgellm.config import ResolvedConfig
     from edgellm.contracts import ConstraintSpec, SamplingParams
@@ -40,12 +42,44 @@ SCREEN_TERMINALS = (
 """Beginnings of TERM that can show the screen; others are looked up in the terminal database."""
 
 
+_ID = re.compile("[0-9a-fA-F]{6,32}")
+
+
+class ChatCommand(EdgeCommand):
+    """Takes the word behind ``--continue`` for an id when it is one; any other word is the prompt's."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, self.with_explicit_ids(args))
+
+    def with_explicit_ids(self, args: list[str]) -> list[str]:
+        taking = {
+            name
+            for found in self.params
+            if isinstance(found, click.Option) and not (found.is_flag or found.count)
+            for name in found.opts
+        }
+        explicit, rest = list[str](), list(args)
+        while rest:
+            word = rest.pop(0)
+            if word == "--":
+                return [*explicit, word, *rest]
+            if word in ("-c", "--continue"):
+                has_id = bool(rest) and _ID.fullmatch(rest[0]) is not None
+                explicit.append(f"--continue={rest.pop(0) if has_id else 'last'}")
+                continue
+            explicit.append(word)
+            if word in taking and rest:  # its value, whatever that looks like
+                explicit.append(rest.pop(0))
+        return explicit
+
+
 @click.command(
     "chat",
-    cls=EdgeCommand,
+    cls=ChatCommand,
     examples=(
         "edgellm chat",
         'edgellm chat "What is the capital of France?"',
+        'edgellm chat --continue "And of Norway?"',
         'edgellm chat -m ./model.gguf -p "Explain this" < notes.txt',
     ),
 )
@@ -53,16 +87,29 @@ SCREEN_TERMINALS = (
 @option("-p", "--prompt", metavar="TEXT", help="The prompt, exactly; every word before it must be the MODEL.")
 @option("--system", metavar="TEXT", help="The system prompt.")
 @option("--plain", is_flag=True, help="Lines instead of the screen.")
+@option(
+    "-c",
+    "--continue",
+    "continued",
+    metavar="[ID]",
+    help="Go on with the last saved chat, or with that whose id begins so (edgellm history list).",
+)
+@option("--no-save", is_flag=True, help="Do not save this chat.")
+@option("--url", metavar="URL", help="Talk to this OpenAI-compatible server; MODEL is then its name there.")
+@option("--api-key-file", metavar="FILE", help="A file with the key that the server of --url wants.")
 @engine_options
 @sampling_options
 @constraint_options
 @json_option
-@planned_options("--url URL", "--continue", "--no-save")
 def command(
     words: tuple[str, ...],
     prompt: str | None,
     system: str | None,
     plain: bool,
+    continued: str | None,
+    no_save: bool,
+    url: str | None,
+    api_key_file: str | None,
     schema: str | None,
     grammar: str | None,
     as_json: bool,
@@ -73,8 +120,10 @@ def command(
     Opens the chat screen on a terminal. With a PROMPT, or with piped input (which goes before the PROMPT),
     prints one answer: the text on standard output, everything else on standard error. The first word is the
     MODEL if it is a catalog name, an existing path or begins with hf:. --json prints chat events as JSON
-    lines; the last one has the whole text.
+    lines; the last one has the whole text. Chats are saved: edgellm history lists and finds them. A running
+    edgellm serve that has the same model open answers, instead of loading it twice.
     """
+    from edgellm.cli.chat_session import ChatSession
     from edgellm.cli.constraint_files import read_constraint
     from edgellm.cli.options import resolve_settings
     from edgellm.cli.output import current_output
@@ -89,10 +138,16 @@ def command(
     model, prompt = split_words(
         words, prompt, model_named=settings.get("model") is not None, soft=from_environment
     )
-    resolved = resolve_settings(settings, model=model)
+    if api_key_file and not url:
+        raise UsageError("--api-key-file is the key of a server: it needs --url")
+    output = current_output()
+    session = ChatSession(output, as_json=as_json, saves=not no_save)
+    named = model is not None or settings.get("model") is not None
+    if continued is not None:
+        session.take_up(continued)
+    resolved = resolve_settings(settings, model=model if named else session.continued_model)
     resolved.sampling_params(SamplingParams())  # a bad value is told before anything is loaded
     constraint = read_constraint(schema, grammar)
-    output = current_output()
     prompt = with_piped_text(prompt)
     mode = choose_mode(os.environ, has_prompt=prompt is not None, plain=plain or as_json)
     if mode.kind == "none":
@@ -101,22 +156,46 @@ def command(
         )
     if as_json and prompt is None:
         raise UsageError('--json needs a prompt: edgellm chat --json "What is the capital of France?"')
+    if mode.kind == "screen" and (url or continued):
+        mode = Mode("lines", f"{'--url' if url else '--continue'} is answered in lines, not on the screen")
     if mode.why:
         output.note(mode.why)
 
-    from edgellm.cli.model_access import local_model, named_by
+    unnamed = bool(words) and not named and continued is None and resolved.origins.get("model") != FLAG
+    if url is not None:
+        opening = Opening(
+            resolved, None, None, constraint, url=url, api_key_file=api_key_file, is_named=named
+        )
+    else:
+        from edgellm.cli.model_access import local_model, named_by
 
-    with named_by(resolved):
-        found, path = local_model(resolved.model, output)
-    unnamed = bool(words) and model is None and resolved.origins.get("model") != FLAG
-    opening = Opening(resolved, found, path, constraint, unnamed)
+        with named_by(resolved), _chat_named(session, not named):
+            found, path = local_model(resolved.model, output)
+        opening = Opening(resolved, found, path, constraint, unnamed, is_named=named)
     if mode.kind == "screen":
         return run_screen(opening, system or "")
     from edgellm.cli import plain_chat
 
-    if prompt is None:
-        return plain_chat.converse(opening, system or "", output)
-    return plain_chat.answer_once(opening, system or "", prompt, output, as_json=as_json)
+    try:
+        if prompt is None:
+            return plain_chat.converse(opening, session, system or "")
+        return plain_chat.answer_once(opening, session, system or "", prompt)
+    finally:
+        session.close()
+
+
+@contextlib.contextmanager
+def _chat_named(session: ChatSession, is_relevant: bool) -> Iterator[None]:
+    """Says of a model that is gone that a saved chat was begun with it."""
+    from edgellm_models.errors import BadInputError, NotFoundError
+
+    try:
+        yield
+    except (NotFoundError, BadInputError) as error:
+        if not is_relevant or session.continued_model is None or session.continued is None:
+            raise
+        begun = f"chat {session.continued.id[:8]} was begun with it; -m names another model"
+        raise type(error)(f"{error} ({begun})") from None
 
 
 # --- what was asked for ---
@@ -215,23 +294,43 @@ def can_show_screen(term: str) -> bool:
 
 @dataclass(frozen=True)
 class Opening:
-    """A model that is here and the settings for it; ``load`` does the work."""
+    """A model that is here, or a server's, and the settings for it; ``load`` does the work of the former."""
 
     resolved: ResolvedConfig
-    model: ResolvedModel
-    path: Path
+    model: ResolvedModel | None
+    """None with ``url``, as ``path``."""
+    path: Path | None
     constraint: ConstraintSpec | None = None
     unnamed: bool = False
     """The command line has a prompt and no model: it is said which one answers."""
+    url: str | None = None
+    api_key_file: str | None = None
+    is_named: bool = False
+    """The command line names the model."""
 
     def load(self, on_notice: OnNotice) -> tuple[Runtime, SamplingParams]:
         """The model and how to choose its tokens."""
         from edgellm.cli.runtime import default_model_notice, load_runtime
 
+        assert self.model is not None and self.path is not None
         if self.unnamed:
             on_notice(default_model_notice(self.model.name))
         runtime = load_runtime(self.resolved, self.path, self.model.name, on_notice)
         return runtime, self.sampling(runtime.sampling_defaults)
+
+    @property
+    def named_model(self) -> str | None:
+        """What a server is asked for; None is whatever it has."""
+        return self.resolved.model if self.is_named else None
+
+    @property
+    def model_argument(self) -> str:
+        """What names this model from any folder; empty for a server's."""
+        if self.model is None or self.path is None:
+            return ""
+        if self.model.entry is not None or self.resolved.model.startswith("hf:"):
+            return self.resolved.model
+        return str(self.path.absolute())
 
     @property
     def kv_policy(self) -> str:
@@ -245,9 +344,41 @@ class Opening:
         """What the user said, over the catalog's values, else the model's own, else FALLBACK_SAMPLING."""
         from edgellm.contracts import SamplingParams
 
-        catalog = self.model.entry.sampling if self.model.entry is not None else {}
+        entry = self.model.entry if self.model is not None else None
+        catalog = entry.sampling if entry is not None else {}
         base: dict[str, Any] = dict(catalog or model_defaults or FALLBACK_SAMPLING)
         return self.resolved.sampling_params(SamplingParams(**base))
+
+    def sampling_without_loading(self) -> SamplingParams:
+        """The same for a model that a running server has loaded; only its metadata is read here."""
+        from edgellm_models.checkpoint import open_checkpoint
+        from edgellm_models.tokenizer import load_sampling_defaults
+
+        assert self.model is not None and self.path is not None
+        if self.model.entry is not None and self.model.entry.sampling:
+            return self.sampling({})
+        checkpoint = open_checkpoint(self.path)
+        return self.sampling(load_sampling_defaults(self.path, checkpoint.file_format, checkpoint.metadata))
+
+    def sampling_of(self, name: str) -> SamplingParams:
+        """The same for a server's model, of which only the name is known."""
+        from edgellm_models.catalog import load_catalog
+
+        entry = load_catalog().get(name)
+        return self.sampling(entry.sampling if entry is not None else {})
+
+    def api_key(self, on_notice: OnNotice) -> str | None:
+        """The first key of ``--api-key-file``."""
+        if self.api_key_file is None:
+            return None
+        from pathlib import Path
+
+        from edgellm.server.settings import read_api_keys
+
+        keys, notices = read_api_keys(Path(self.api_key_file))
+        for notice in notices:
+            on_notice(notice)
+        return keys[0]
 
 
 def run_screen(opening: Opening, system: str) -> int:
@@ -264,6 +395,7 @@ def run_screen(opening: Opening, system: str) -> int:
             sampling=sampling, system_prompt=system, constraint=opening.constraint
         )
 
+    assert opening.model is not None
     app = EdgeChat(opener=opener, model_name=opening.model.name)
     # A screen makes many small objects, and each full collection looks at all that torch and the libraries
     # hold too: a visible pause. What lives now lives until the end.

@@ -6,13 +6,15 @@ import asyncio
 import contextlib
 import signal
 import sys
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from edgellm.cli.chat_kv import ChatKV
+from edgellm.cli.chat_partner import Partner, partner_of
 from edgellm.cli.errors import INTERRUPTED, tell
 from edgellm.cli.output import Output, counted
 from edgellm.cli.piped_text import write_text
+from edgellm.cli.saved_chats import kv_files
 from edgellm.cli.terminal_text import TerminalText
 from edgellm.contracts import (
     ChatBackend,
@@ -31,6 +33,8 @@ from edgellm_models.errors import EdgeLLMError, EngineError, Notice
 
 if TYPE_CHECKING:
     from edgellm.cli.chat import Opening
+    from edgellm.cli.chat_record import ChatRecord
+    from edgellm.cli.chat_session import ChatSession
 
 LINE_PROMPT = "> "
 
@@ -99,87 +103,76 @@ class Answer:
                 loop.remove_signal_handler(signal.SIGINT)
 
 
-def conversation(system: str) -> list[ChatMessage]:
-    return [ChatMessage("system", system)] if system else []
-
-
 # --- one answer ---
 
 
-def answer_once(opening: Opening, system: str, prompt: str, output: Output, *, as_json: bool) -> int:
-    """Loads the model, prints the answer to ``prompt`` and returns the exit code."""
-    notices: list[Notice] = []
-
-    def on_notice(notice: Notice) -> None:
-        notices.append(notice)
-        if not as_json:
-            output.notice(notice)
-
-    runtime, sampling = opening.load(on_notice)
+def answer_once(opening: Opening, session: ChatSession, system: str, prompt: str) -> int:
+    """Prints the answer to ``prompt`` and returns the exit code; both are saved as they come."""
+    record = session.record(system, opening.model_argument)  # first: what was asked for may not be there
+    partner = partner_of(opening, session.on_notice)
     try:
-        backend = runtime.client(kv_policy=opening.kv_policy)
-        messages = [*conversation(system), ChatMessage("user", prompt)]
-        load = {"import_s": runtime.times.import_s, "load_s": runtime.times.load_s}
-        return asyncio.run(
-            print_answer(
-                backend,
-                messages,
-                sampling,
-                output,
-                notices,
-                constraint=opening.constraint,
-                as_json=as_json,
-                load=load,
-            )
-        )
+        return asyncio.run(_answer_once(opening, session, record, partner, prompt))
     finally:
-        runtime.close()
+        partner.close()
+
+
+async def _answer_once(
+    opening: Opening, session: ChatSession, record: ChatRecord, partner: Partner, prompt: str
+) -> int:
+    backend, sampling = await partner.connect()
+    try:
+        kv = ChatKV(kv_files(), session.on_notice) if session.continued is not None else None
+        if kv is not None:
+            await kv.load(backend, record.conversation_id, record.tokens)
+        code = await print_answer(backend, record, prompt, sampling, session, opening, partner.load_times)
+        if kv is not None and record.is_saved:
+            await kv.save(backend, record.conversation_id, record.tokens)
+        return code
+    finally:
+        await partner.disconnect(backend)
 
 
 async def print_answer(
     backend: ChatBackend,
-    messages: Sequence[ChatMessage],
+    record: ChatRecord,
+    prompt: str,
     sampling: SamplingParams,
-    output: Output,
-    notices: list[Notice],
-    *,
-    constraint: ConstraintSpec | None = None,
-    as_json: bool = False,
-    load: dict[str, float] | None = None,
+    session: ChatSession,
+    opening: Opening,
+    load_times: Mapping[str, float],
 ) -> int:
-    """One answer from an open backend. ``notices`` holds those so far and gets the new ones.
+    """One answer from an open backend.
 
-    EngineError when the answer broke off; what has come by then is printed.
+    EngineError when the answer broke off; what has come by then is printed and saved.
     """
+    output, as_json = session.output, session.as_json
     shown = AnswerText()
-    collected: list[str] = []
 
     def on_event(event: ChatEvent) -> None:
+        record.on_event(event)
         if isinstance(event, NoticeEvent):
-            notices.append(event.notice)
-        if isinstance(event, Delta):
-            collected.append(event.text)
+            session.on_notice(event.notice)
         if as_json:
             if not isinstance(event, Finished):
                 output.json(event_object(event))
         elif isinstance(event, Delta):
             shown.add(event.text)
-        elif isinstance(event, NoticeEvent):
-            output.notice(event.notice)
 
     answer = Answer(on_event)
-    try:
-        await answer.run(backend, uuid.uuid4().hex, messages, sampling, constraint)
-    finally:
-        if not as_json and collected:
-            shown.end()
-    finished = answer.finished
-    if finished is None:
-        raise EngineError("the answer ended without an end event")
+    with record.exchange(prompt, backend.info().name, sampling):
+        try:
+            await answer.run(backend, record.conversation_id, record.messages, sampling, opening.constraint)
+        finally:
+            if not as_json and record.reply:
+                shown.end()
+        finished = answer.finished
+        if finished is None:
+            raise EngineError("the answer ended without an end event")
     if as_json:
-        output.json(final_object("".join(collected), finished, notices, load or {}))
+        chat_id = record.conversation_id if record.is_saved else None
+        output.json(final_object(record.reply, finished, session.notices, load_times, chat_id))
     else:
-        _note_end(finished, sampling, notices, output)
+        _note_end(finished, sampling, session.notices, output)
     if finished.reason is FinishReason.ERROR:
         raise EngineError(f"the answer broke off: {finished.error}")
     return INTERRUPTED if answer.interrupted else 0
@@ -206,7 +199,11 @@ def event_object(event: ChatEvent) -> dict[str, Any]:
 
 
 def final_object(
-    text: str, finished: Finished, notices: Sequence[Notice], load: dict[str, float]
+    text: str,
+    finished: Finished,
+    notices: Sequence[Notice],
+    load: Mapping[str, float],
+    chat_id: str | None,
 ) -> dict[str, Any]:
     """The last line of ``--json``."""
     timings = finished.timings
@@ -227,6 +224,7 @@ def final_object(
         "draft": finished.draft,
         "seed": finished.seed,
         "notices": list(notices),
+        "chat_id": chat_id,
     }
     if finished.error is not None:
         found["error"] = finished.error
@@ -236,81 +234,78 @@ def final_object(
 # --- a conversation in lines ---
 
 
-def converse(opening: Opening, system: str, output: Output) -> int:
-    """Loads the model and talks in lines until Ctrl-D (0) or Ctrl-C at the prompt (130)."""
-    runtime, sampling = opening.load(output.notice)
+def converse(opening: Opening, session: ChatSession, system: str) -> int:
+    """Talks in lines until Ctrl-D (0) or Ctrl-C at the prompt (130); every line is saved as it comes."""
+    record = session.record(system, opening.model_argument)
+    partner = partner_of(opening, session.on_notice)
     try:
-        return line_mode(
-            runtime.client(kv_policy=opening.kv_policy),
-            sampling,
-            system,
-            output,
-            constraint=opening.constraint,
-        )
+        with asyncio.Runner() as runner:
+            backend, sampling = runner.run(partner.connect())
+            kv = ChatKV(kv_files(), session.on_notice)
+            runner.run(kv.load(backend, record.conversation_id, record.tokens))
+            try:
+                return line_mode(runner, backend, record, sampling, session.output, opening.constraint)
+            finally:
+                if record.is_saved:
+                    runner.run(kv.save(backend, record.conversation_id, record.tokens))
+                runner.run(partner.disconnect(backend))
     finally:
-        runtime.close()
+        partner.close()
 
 
 def line_mode(
+    runner: asyncio.Runner,
     backend: ChatBackend,
+    record: ChatRecord,
     sampling: SamplingParams,
-    system: str,
     output: Output,
-    read: Callable[[], str] | None = None,
     constraint: ConstraintSpec | None = None,
+    read: Callable[[], str] | None = None,
 ) -> int:
     """The conversation itself. ``read`` returns the next line, raises EOFError at the end."""
     read_line = read or _reader()
     info = backend.info()
-    output.note(
-        f"{info.name} · {info.quantization} · "
-        "/quit or Ctrl-D leaves, Ctrl-C stops an answer, /new starts over"
-    )
-    messages, conversation_id = conversation(system), uuid.uuid4().hex
-    with asyncio.Runner() as runner:
-        while True:
-            try:
-                text = read_line()
-            except EOFError:
-                _end_line()
-                return 0
-            except KeyboardInterrupt:
-                _end_line()
-                return INTERRUPTED
-            command = text.strip()
-            if not command:
-                continue
-            if command == "/quit":
-                return 0
-            if command == "/new":
-                messages, conversation_id = conversation(system), uuid.uuid4().hex
-                output.note("a new conversation")
-                continue
-            if command.startswith("/") and not command.startswith("//"):
-                output.note(f"{command.split()[0]} is no command here: /new, /quit; // sends a slash")
-                continue
-            text = text.replace("//", "/", 1) if command.startswith("//") else text
-            messages.append(ChatMessage("user", text))
-            reply = runner.run(_exchange(backend, conversation_id, messages, sampling, output, constraint))
-            if reply:
-                messages.append(ChatMessage("assistant", reply))
-            else:
-                messages.pop()
+    facts = " · ".join(part for part in (info.name, info.quantization) if part)
+    output.note(f"{facts} · /quit or Ctrl-D leaves, Ctrl-C stops an answer, /new starts over")
+    while True:
+        try:
+            text = read_line()
+        except EOFError:
+            _end_line()
+            return 0
+        except KeyboardInterrupt:
+            _end_line()
+            return INTERRUPTED
+        command = text.strip()
+        if not command:
+            continue
+        if command == "/quit":
+            return 0
+        if command == "/new":
+            record.start_over()
+            output.note("a new conversation")
+            continue
+        if command.startswith("/") and not command.startswith("//"):
+            output.note(f"{command.split()[0]} is no command here: /new, /quit; // sends a slash")
+            continue
+        text = text.replace("//", "/", 1) if command.startswith("//") else text
+        runner.run(_exchange(backend, record, text, sampling, output, constraint))
 
 
 async def _exchange(
     backend: ChatBackend,
-    conversation_id: str,
-    messages: Sequence[ChatMessage],
+    record: ChatRecord,
+    text: str,
     sampling: SamplingParams,
     output: Output,
     constraint: ConstraintSpec | None,
-) -> str:
-    """Prints one answer and returns its text; a failure is a line, not the end of the conversation."""
+) -> None:
+    """Prints one answer; a failure is a line, not the end of the conversation."""
     shown = AnswerText()
     notices: list[Notice] = []
 
     def on_event(event: ChatEvent) -> None:
+        record.on_event(event)
         if isinstance(event, Delta):
             shown.add(event.text)
         elif isinstance(event, NoticeEvent):
@@ -320,7 +315,8 @@ async def _exchange(
     answer = Answer(on_event)
     error: str | None = None
     try:
-        await answer.run(backend, conversation_id, messages, sampling, constraint)
+        with record.exchange(text, backend.info().name, sampling):
+            await answer.run(backend, record.conversation_id, record.messages, sampling, constraint)
     except EdgeLLMError as failure:
         error = str(failure)
     finally:
@@ -333,7 +329,6 @@ async def _exchange(
         output.note("stopped")
     if answer.finished is not None:
         _note_end(answer.finished, sampling, notices, output)
-    return shown.text
 
 
 def _note_end(
