@@ -43,6 +43,13 @@ SWITCHES = (
         "0 is off. Unset it is as much as the KV cache on a GPU, and off on the CPU.",
     ),
     Switch(
+        "EDGELLM_CHAT_KV",
+        "number",
+        "Megabytes of the cache folder that the KV of saved chats may take; the longest unused goes first. "
+        "0 keeps none: a chat that is gone on with is then computed anew.",
+        "2000",
+    ),
+    Switch(
         "EDGELLM_TEST_MODELS",
         "path",
         "For developers: a folder with NAME.gguf files that tests use instead of a pull.",
