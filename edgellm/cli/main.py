@@ -36,6 +36,7 @@ COMMANDS = {
     "serve": CommandRow("edgellm.cli.serve", "Serve a model to programs that speak OpenAI's API."),
     "ps": CommandRow("edgellm.cli.ps", "List the servers that run."),
     "stop": CommandRow("edgellm.cli.stop", "Stop a server."),
+    "history": CommandRow("edgellm.cli.history", "List, show, search and export saved chats."),
     "tokenize": CommandRow("edgellm.cli.tokenize_text", "Show the token ids of a text."),
     "eval": CommandRow("edgellm.cli.evaluate_text", "Score a text: perplexity, KL divergence."),
     "bench": CommandRow("edgellm.cli.bench", "Measure speed, latency, bandwidth and memory."),
@@ -51,7 +52,7 @@ COMMANDS = {
 }
 """In the order of the help."""
 
-PLANNED = ("history",)
+PLANNED: tuple[str, ...] = ()
 """Commands of the published interface that are not in this version."""
 
 EXAMPLES = (
