@@ -63,7 +63,7 @@ class ReasoningSplitter:
     def finish(self) -> tuple[str, str]:
         """What was held for a tag that never came."""
         held, self._held = self._held, ""
-        return (held, "") if self.is_reasoning else ("", held)
+        return (self._trimmed(held.rstrip()), "") if self.is_reasoning else ("", held)
 
     def _trimmed(self, text: str) -> str:
         """The text without the white space that follows a tag."""

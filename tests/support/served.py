@@ -42,7 +42,7 @@ def says(text: str) -> Script:
 
 def echoes(prompt: tuple[int, ...]) -> Sequence[int]:
     """Every answer is the last line of the prompt before the generation prompt, reversed."""
-    line = bytes(t for t in prompt if t < 256).rsplit(b"\n", 2)[-2]
+    line = [b"", b"", *bytes(t for t in prompt if t < 256).rsplit(b"\n", 2)][-2]
     return [*line.rpartition(b"]")[2][::-1], END_ID]
 
 
