@@ -54,22 +54,46 @@ def _fifth_bits(blocks: torch.Tensor, start: int) -> torch.Tensor:
     return bits.flatten(1) << 4
 
 
+def block_codes(blocks: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
+    """The integer codes of blocks [blocks, bytes], before scales and offsets: uint8 [blocks, weights].
+
+    Q8_0's signed codes come with 128 added. NOTE: a set high bit of Q3_K means that 4 is NOT subtracted.
+    """
+    if layout is BlockLayout.Q4_0:
+        return _nibbles(blocks[:, 2:18], 16)
+    if layout is BlockLayout.Q4_1:
+        return _nibbles(blocks[:, 4:20], 16)
+    if layout is BlockLayout.Q5_0:
+        return _nibbles(blocks[:, 6:22], 16) | _fifth_bits(blocks, 2)
+    if layout is BlockLayout.Q5_1:
+        return _nibbles(blocks[:, 8:24], 16) | _fifth_bits(blocks, 4)
+    if layout is BlockLayout.Q8_0:
+        return blocks[:, 2:34] ^ 0x80
+    if layout is BlockLayout.Q2_K:
+        return _bit_fields(blocks[:, 16:80], 32, 2)
+    if layout is BlockLayout.Q3_K:
+        return _bit_fields(blocks[:, 32:96], 32, 2) | (_bit_fields(blocks[:, :32], 32, 1) << 2)
+    if layout is BlockLayout.Q4_K:
+        return _nibbles(blocks[:, 16:144], 32)
+    if layout is BlockLayout.Q5_K:
+        return _nibbles(blocks[:, 48:176], 32) | (_bit_fields(blocks[:, 16:48], 32, 1) << 4)
+    return _nibbles(blocks[:, :128], 64) | (_bit_fields(blocks[:, 128:192], 32, 2) << 4)
+
+
 def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
-    return _f16(blocks, 0) * (_nibbles(blocks[:, 2:18], 16).float() - 8.0)
+    return _f16(blocks, 0) * (block_codes(blocks, BlockLayout.Q4_0).float() - 8.0)
 
 
 def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
-    return _f16(blocks, 0) * _nibbles(blocks[:, 4:20], 16).float() + _f16(blocks, 2)
+    return _f16(blocks, 0) * block_codes(blocks, BlockLayout.Q4_1).float() + _f16(blocks, 2)
 
 
 def _q5_0(blocks: torch.Tensor) -> torch.Tensor:
-    codes = _nibbles(blocks[:, 6:22], 16) | _fifth_bits(blocks, 2)
-    return _f16(blocks, 0) * (codes.float() - 16.0)
+    return _f16(blocks, 0) * (block_codes(blocks, BlockLayout.Q5_0).float() - 16.0)
 
 
 def _q5_1(blocks: torch.Tensor) -> torch.Tensor:
-    codes = _nibbles(blocks[:, 8:24], 16) | _fifth_bits(blocks, 4)
-    return _f16(blocks, 0) * codes.float() + _f16(blocks, 2)
+    return _f16(blocks, 0) * block_codes(blocks, BlockLayout.Q5_1).float() + _f16(blocks, 2)
 
 
 def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
@@ -84,45 +108,53 @@ def _scaled(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def _q2_k(blocks: torch.Tensor) -> torch.Tensor:
     # bytes: 0..15 scale | min << 4, 16..79 bit pairs, 80..81 d, 82..83 dmin
     scales = blocks[:, :16]
-    codes = _bit_fields(blocks[:, 16:80], 32, 2).float()
+    codes = block_codes(blocks, BlockLayout.Q2_K).float()
     minima = _f16(blocks, 82) * (scales >> 4).float()
     return (_scaled(codes, _f16(blocks, 80) * (scales & 0x0F).float()) - minima.unsqueeze(2)).flatten(1)
 
 
-def _q3_k(blocks: torch.Tensor) -> torch.Tensor:
-    # bytes: 0..31 high bits, 32..95 bit pairs, 96..107 scales, 108..109 d
+def q3_k_scales(blocks: torch.Tensor) -> torch.Tensor:
+    """The 16 scales of Q3_K blocks, -32 to 31: f32 [blocks, 16]."""
     low = _nibbles(blocks[:, 96:104], 8)  # scales 0..7 low nibble, 8..15 high nibble
     high = _bit_fields(blocks[:, 104:108], 4, 2)
-    scales = (low | (high << 4)).float() - 32.0
-    # NOTE: a set high bit means that 4 is NOT subtracted.
-    codes = _bit_fields(blocks[:, 32:96], 32, 2) | (_bit_fields(blocks[:, :32], 32, 1) << 2)
-    return _scaled(codes.float() - 4.0, _f16(blocks, 108) * scales).flatten(1)
+    return (low | (high << 4)).float() - 32.0
 
 
-def _k_scales_and_minima(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """d * scale and dmin * min of Q4_K and Q5_K, each f32 [blocks, 8]: bytes 0..1 d, 2..3 dmin, 4..15
-    packed."""
+def _q3_k(blocks: torch.Tensor) -> torch.Tensor:
+    # bytes: 0..31 high bits, 32..95 bit pairs, 96..107 scales, 108..109 d
+    codes = block_codes(blocks, BlockLayout.Q3_K)
+    return _scaled(codes.float() - 4.0, _f16(blocks, 108) * q3_k_scales(blocks)).flatten(1)
+
+
+def k_scales_and_minima(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The 6-bit scales and minima of Q4_K and Q5_K blocks: uint8 [blocks, 8] each, from bytes 4..15."""
     first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat((first & 0x3F, (third & 0x0F) | ((first >> 2) & 0x30)), dim=1)
     minima = torch.cat((second & 0x3F, (third >> 4) | ((second >> 2) & 0x30)), dim=1)
+    return scales, minima
+
+
+def _k_scales_and_minima(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """d * scale and dmin * min of Q4_K and Q5_K, each f32 [blocks, 8]: bytes 0..1 d, 2..3 dmin."""
+    scales, minima = k_scales_and_minima(blocks)
     return _f16(blocks, 0) * scales.float(), _f16(blocks, 2) * minima.float()
 
 
 def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
     scales, minima = _k_scales_and_minima(blocks)
-    codes = _nibbles(blocks[:, 16:144], 32).float()
+    codes = block_codes(blocks, BlockLayout.Q4_K).float()
     return (_scaled(codes, scales) - minima.unsqueeze(2)).flatten(1)
 
 
 def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
     scales, minima = _k_scales_and_minima(blocks)
-    codes = _nibbles(blocks[:, 48:176], 32) | (_bit_fields(blocks[:, 16:48], 32, 1) << 4)
+    codes = block_codes(blocks, BlockLayout.Q5_K)
     return (_scaled(codes.float(), scales) - minima.unsqueeze(2)).flatten(1)
 
 
 def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
     # bytes: 0..127 low nibbles, 128..191 high bit pairs, 192..207 int8 scales, 208..209 d
-    codes = _nibbles(blocks[:, :128], 64) | (_bit_fields(blocks[:, 128:192], 32, 2) << 4)
+    codes = block_codes(blocks, BlockLayout.Q6_K)
     scales = blocks[:, 192:208].contiguous().view(torch.int8).float()
     return _scaled(codes.float() - 32.0, _f16(blocks, 208) * scales).flatten(1)
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as functional
 
 from edgellm_kernels.ggml_blocks import dequantize, dequantize_rows
+from edgellm_kernels.gpu_layouts import decode_planes
 from edgellm_kernels.int_groups import dequantize_group_rows
 from edgellm_kernels.operands import Prepared
 from edgellm_kernels.weights import (
@@ -15,6 +16,7 @@ from edgellm_kernels.weights import (
     IntWeight,
     LinearWeight,
     NativeWeight,
+    PlaneWeight,
     StackedWeight,
 )
 
@@ -31,6 +33,8 @@ def _float_rows(weight: HeldPart, start: int, end: int) -> torch.Tensor:
     """Rows start to end as floats [rows, K], decoded where they are codes."""
     if isinstance(weight, NativeWeight):
         raise TypeError("a weight packed for the native kernels is read by them only")
+    if isinstance(weight, PlaneWeight):
+        return decode_planes(weight, start, end)
     if isinstance(weight, IntWeight):
         return dequantize_group_rows(weight, start, end)
     rows = weight.data[start:end]

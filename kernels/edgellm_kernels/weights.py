@@ -170,9 +170,44 @@ class NativeWeight:
         return self.data.nbytes + (self.bias.nbytes if self.bias is not None else 0)
 
 
+@dataclass(frozen=True)
+class PlaneWeight:
+    """A weight in planes for the GPU kernels: codes apart from scales, see gpu_layouts."""
+
+    form: str
+    """A key of gpu_layouts.FORMS."""
+    codes: torch.Tensor
+    """uint8 [N, bytes of the low bits], rows of a multiple of 8 bytes (16 with 4 and 8 bits)"""
+    high: torch.Tensor | None
+    """uint8 [N, bytes of the high bits]"""
+    scales: torch.Tensor
+    """[N, ..], see gpu_layouts.ScaleKind"""
+    supers: torch.Tensor | None
+    """f16 [N, ..]: what scales and minima of 256 weights are multiplied with."""
+    zeros: torch.Tensor | None
+    """uint8 [N, groups]"""
+    order: torch.Tensor | None
+    """int64 [K]: column j of the codes is column order[j] of the file (act-order)."""
+    group_blocks: int
+    """Blocks of 32 that share a scale."""
+    out_features: int
+    in_features: int
+    bias: torch.Tensor | None = None
+    """[N] f32"""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.out_features, self.in_features
+
+    @property
+    def nbytes(self) -> int:
+        parts = (self.codes, self.high, self.scales, self.supers, self.zeros, self.order, self.bias)
+        return sum(part.nbytes for part in parts if part is not None)
+
+
 LinearPart: TypeAlias = DenseWeight | BlockQuantWeight | Int4Weight | Int8Weight
 """One matrix of a file."""
-HeldPart: TypeAlias = LinearPart | NativeWeight
+HeldPart: TypeAlias = LinearPart | NativeWeight | PlaneWeight
 """One matrix, as in a file or packed."""
 
 
@@ -211,7 +246,7 @@ def _float_data(part: HeldPart, dtype: torch.dtype, device: torch.device) -> tor
 
     if isinstance(part, DenseWeight):
         return part.data.to(device=device, dtype=dtype)
-    if isinstance(part, NativeWeight):
+    if isinstance(part, NativeWeight | PlaneWeight):
         raise TypeError("a packed weight is not prepared again")
     if isinstance(part, IntWeight):
         return dequantize_groups(part, dtype).to(device)
@@ -219,6 +254,8 @@ def _float_data(part: HeldPart, dtype: torch.dtype, device: torch.device) -> tor
 
 
 def _move(part: HeldPart, device: torch.device) -> HeldPart:
+    if isinstance(part, PlaneWeight):
+        raise TypeError("a packed weight is not prepared again")
     bias = None if part.bias is None else part.bias.to(device=device, dtype=torch.float32)
     if isinstance(part, IntWeight):
         return replace(
@@ -257,6 +294,20 @@ def _packed(weight: LinearWeight) -> LinearWeight:
     return pack_weight(weight)
 
 
+def _in_planes(weight: LinearWeight, device: torch.device, dtype: torch.dtype) -> LinearWeight:
+    from edgellm_kernels.gpu_layouts import pack_weight
+
+    if isinstance(weight, StackedWeight):
+        _check_widths(weight)
+    return pack_weight(weight, device, dtype)
+
+
+def _check_widths(weight: StackedWeight) -> None:
+    widths = {part.shape[1] for part in weight.parts}
+    if len(widths) != 1:
+        raise ValueError(f"stacked weights must share in_features, not {sorted(widths)}")
+
+
 def prepare(
     weight: LinearWeight,
     device: torch.device | str = "cpu",
@@ -272,7 +323,8 @@ def prepare(
         keeps the file's
             bytes (on the CPU they stay in the mapped file) and the op decodes them at every call; parts are
             then left apart, since joining would copy the file into memory for no gain. ``native`` packs the
-            file's blocks for the native library: CPU and f32 only, about the file's size.
+            file's blocks for the native library: CPU and f32 only, about the file's size. ``planes`` packs
+            them for the GPU kernels, about the file's size; dense parts become floats of ``dtype``.
         dtype: what the torch ops compute in.
 
     Decoding a prepared weight gives the same f32 bits as decoding the file. Raises ValueError for parts that
@@ -281,12 +333,12 @@ def prepare(
     device = torch.device(device)
     if op not in ("linear", "gate_up", "lm_head", "embed"):
         raise ValueError(f"no op {op!r} takes a weight")
-    if hold not in ("dense", "blocks", "native"):
-        raise ValueError(f"hold must be dense, blocks or native, not {hold!r}")
+    if hold not in ("dense", "blocks", "native", "planes"):
+        raise ValueError(f"hold must be dense, blocks, native or planes, not {hold!r}")
+    if hold == "planes" and op != "embed":
+        return _in_planes(weight, device, dtype)
     if isinstance(weight, StackedWeight):
-        widths = {part.shape[1] for part in weight.parts}
-        if len(widths) != 1:
-            raise ValueError(f"stacked weights must share in_features, not {sorted(widths)}")
+        _check_widths(weight)
         if hold == "native":
             return _packed(weight)
         if hold == "blocks":
