@@ -339,6 +339,8 @@ class EngineStats:
     decode_tokens_per_s: float = 0.0
     """Committed tokens over the last second."""
     draft: DraftCounts = field(default_factory=DraftCounts)
+    draft_state: str = "off"
+    """What drafts, and whether it does by now or why not, in a few words."""
     weight_bytes: int = 0
     kv_bytes: int = 0
     achieved_gb_per_s: float = 0.0

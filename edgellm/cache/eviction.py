@@ -79,6 +79,12 @@ class EvictionPlan:
         span = self.stride * self.block_size
         return max(self.first_border, (start // span + 1) * span)
 
+    def draft_end(self, start: int) -> int:
+        """Where the drafts of a step that begins at ``start`` end: at the next border, and early enough that
+        blocks which they fill, and which only the next step scores, are still recent there."""
+        end = self.step_end(start)
+        return min(end, start + 1 + self.recent * self.block_size) if self.needs_scores else end
+
     def victims(self, border: int, live: Sequence[int], scores: Sequence[float] = ()) -> list[int]:
         """Block indices that go at a border, ascending.
 

@@ -203,9 +203,11 @@ def group_layouts(
     block_size: int = BLOCK_SIZE,
     kept: int | None = None,
     num_sequences: int = 1,
+    lookahead: int = 0,
 ) -> tuple[GroupLayout, ...]:
     """What the KV manager is told of each layer group: blocks for ``context`` tokens, of one sequence or of
-    several together, and the windows of ``num_sequences``. ``kept`` as in ``kv_bytes``.
+    several together, and the windows of ``num_sequences``, longer by the ``lookahead`` that a sequence may
+    draft. ``kept`` as in ``kv_bytes``.
 
     One of these runs a chunk of its prompt and the others decode. Where a group keeps all positions, its
     number of blocks is enough for everybody's windows.
@@ -213,9 +215,10 @@ def group_layouts(
     keeps_all = kept is None and any(group.window is None for group in spec.kv_groups)
     layouts = []
     for group in spec.kv_groups:
-        blocks = _num_blocks(group.window, context, chunk, block_size, kept)
+        blocks = _num_blocks(group.window, context, chunk + 2 * lookahead, block_size, kept)
         if group.window is not None:
-            blocks += (num_sequences - 1) * blocks_for(context, block_size, group.window)
+            decode = blocks_for(context, block_size, group.window, 1 + 2 * lookahead)
+            blocks += (num_sequences - 1) * decode
             blocks = min(blocks, blocks_for(context, block_size)) if keeps_all else blocks
         layouts.append(GroupLayout(group.window, blocks))
     return tuple(layouts)

@@ -29,6 +29,12 @@ class AnswerConstraint(Protocol):
 
     def mask(self, *, may_end: bool = True) -> bytes: ...
 
+    def masks(self, draft: Sequence[int], *, may_end: bool = True) -> list[bytes]: ...
+
+    def accepts(self, token_ids: Sequence[int]) -> int: ...
+
+    def fork(self) -> AnswerConstraint: ...
+
 
 @dataclass(frozen=True)
 class AnswerStep:
@@ -83,6 +89,26 @@ class Answer:
     def token_masks(self) -> tuple[bytes, ...]:
         """The mask of the next token, as ``PlannedSequence.token_masks`` holds it."""
         return () if self._constraint is None else (self._constraint.mask(may_end=self._may_end),)
+
+    def draftable(self, draft: Sequence[int]) -> tuple[int, ...]:
+        """The leading tokens of a draft that can all be followed by another one: it ends before one that ends
+        the answer, and before one that the constraint forbids."""
+        end = next((i for i, token_id in enumerate(draft) if token_id in self._end_ids), len(draft))
+        found = tuple(draft[:end])
+        return found if self._constraint is None else found[: self._constraint.accepts(found)]
+
+    def drafted_masks(self, draft: Sequence[int]) -> tuple[bytes, ...]:
+        """The masks of the next token and of those behind the drafted ones, as many as there are: fewer than
+        one per drafted token where the constraint ends or cannot say on the way."""
+        if self._constraint is None:
+            return ()
+        try:
+            # A walk that fails leaves a matcher that cannot go back, so it is a copy that walks.
+            masks = self._constraint.fork().masks(draft, may_end=self._may_end)
+        except EngineError:  # met again, and told, if the answer comes there
+            return self.token_masks()
+        # Behind its end nothing may be drawn.
+        return tuple(masks if any(masks[-1]) else masks[:-1])
 
     def push(self, token_ids: Sequence[int]) -> AnswerStep:
         """Adds the tokens of one step, up to the one that ends the answer."""

@@ -44,6 +44,16 @@ class Sample:
         return self.sequence.sequence_id
 
     @property
+    def is_decoding(self) -> bool:
+        """Its prompt is computed and its next step runs one token."""
+        return self.sequence.has_kv and self.answer.num_tokens > 0 and self.sequence.remaining == 1
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Prompt tokens of it run in the next step."""
+        return self.sequence.has_kv and self.sequence.remaining > 1
+
+    @property
     def prompt_length(self) -> int:
         return len(self.request.prompt_token_ids)
 

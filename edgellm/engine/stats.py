@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from edgellm.contracts import EngineStats
+from edgellm.contracts import DraftCounts, EngineStats
 
 WINDOW_S = 1.0
 """Rates are over the last second."""
@@ -48,6 +48,8 @@ class StatsRecorder:
         *,
         prefix_hit_rate: float = 0.0,
         kv_waste: float = 0.0,
+        draft: DraftCounts | None = None,
+        draft_state: str = "off",
     ) -> EngineStats:
         """The stats at ``now``. A step counts when it ended within the last second."""
         while self._work and self._work[0].end <= now - WINDOW_S:
@@ -64,6 +66,8 @@ class StatsRecorder:
             kv_blocks=dict(kv_blocks),
             kv_waste=kv_waste,
             prefix_hit_rate=prefix_hit_rate,
+            draft=draft or DraftCounts(),
+            draft_state=draft_state,
             prefill_tokens_per_s=self._rate(now, self._prefill_tokens, prefill),
             decode_tokens_per_s=self._rate(now, self._decode_tokens, decode),
         )

@@ -37,3 +37,8 @@ def prefix_lost(found: Divergence, request: GenerationRequest, tokenizer: Tokeni
     return Notice(
         "prefix_lost", f"{again}: the conversation differs from {place} on, {now} instead of {before!r}{gone}"
     )
+
+
+def spec_disarmed(why: str) -> Notice:
+    """Drafting was turned off for an answer."""
+    return Notice("spec_disarmed", f"nothing is drafted for now: {why}; the text is the same either way")

@@ -288,7 +288,7 @@ class Scheduler:
             if step.crowded:  # what its last block holds costs nobody anything
                 limit = min(limit, -sequence.total % self._kv.block_size)
             if sequence.eviction is not None:  # no draft crosses a border at which blocks may be evicted
-                limit = min(limit, sequence.eviction.step_end(chosen.start) - sequence.total)
+                limit = min(limit, sequence.eviction.draft_end(chosen.start) - sequence.total)
             while limit > 0 and not self._roster.grow(sequence, sequence.total + limit):
                 limit -= 1
             chosen.draft_limit = max(0, limit)

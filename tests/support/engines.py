@@ -6,12 +6,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from edgellm.cache.kv_copies import allocate_host_storage
 from edgellm.cache.kv_manager import KVManager
 from edgellm.cache.kv_storage import allocate_storage, group_layouts, kv_type
-from edgellm.contracts import FinishReason, GenerationRequest, SamplingParams, TokenEvent
+from edgellm.contracts import (
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    TokenEvent,
+)
 from edgellm.engine.engine import Engine
 from edgellm.runner.model_runner import ModelRunner
+from edgellm.runner.step_program import choose_program
+from edgellm.speculative.speculator import Speculator
+from edgellm_kernels.batch import KVStorage
 from edgellm_models.checkpoint import open_checkpoint
 from edgellm_models.network.build import build_decoder
 from edgellm_models.network.spec import LayerSpec, ModelSpec, RopeSpec
@@ -24,6 +36,7 @@ from edgellm_models.tokenizer.stream_decoder import StreamDecoder
 class LoadedEngine:
     engine: Engine
     tokenizer: Tokenizer
+    storage: Sequence[KVStorage] = ()
 
 
 def load_engine(
@@ -38,15 +51,21 @@ def load_engine(
     token_budget: int | None = None,
     prefix_cache: bool = True,
     host_blocks: int = 0,
+    kernels: str = "torch",
+    speculator: Speculator | None = None,
+    spec_rule: str = "coupled",
+    lookahead: int = 0,
+    poison: bool = False,
 ) -> LoadedEngine:
     """The engine of a model file or folder, with any chunk and block size. ``num_blocks``: of each layer
-    group, instead of those of one whole context; ``host_blocks``: of each group, for paused requests."""
+    group, instead of those of one whole context; ``host_blocks``: of each group, for paused requests;
+    ``poison``: slots that a step has yet to write hold NaN."""
     checkpoint = open_checkpoint(path)
     tokenizer = load_tokenizer(path, checkpoint.file_format, checkpoint.metadata)
-    decoder = build_decoder(checkpoint)
+    decoder = build_decoder(checkpoint, kernels=kernels)
     spec = decoder.spec
     length = context or spec.context_length
-    groups = group_layouts(spec, length, chunk, block_size)
+    groups = group_layouts(spec, length, chunk, block_size, lookahead=lookahead)
     if num_blocks is not None:
         groups = tuple(replace(group, num_blocks=n) for group, n in zip(groups, num_blocks, strict=True))
     storage = allocate_storage(
@@ -58,9 +77,16 @@ def load_engine(
     )
     offloaded = [host_blocks] * len(groups)
     host = allocate_host_storage(storage, offloaded) if host_blocks else ()
-    runner = ModelRunner(decoder, storage, vocab_size=spec.vocab_size, block_size=block_size, host_kv=host)
+    runner = ModelRunner(
+        choose_program(decoder, storage),
+        storage,
+        vocab_size=spec.vocab_size,
+        block_size=block_size,
+        host_kv=host,
+        spec_rule=spec_rule,
+    )
     engine = Engine(
-        runner,
+        PoisoningRunner(runner, storage) if poison else runner,
         tokenizer,
         KVManager(
             groups,
@@ -68,6 +94,7 @@ def load_engine(
             enable_prefix_cache=prefix_cache,
             host_blocks=offloaded,
             has_tail=kv_type(kv).has_tail,
+            lookahead=lookahead,
         ),
         context_length=length,
         vocab_size=spec.vocab_size,
@@ -81,8 +108,36 @@ def load_engine(
         prefill_chunk=chunk,
         max_running=max_running,
         token_budget=token_budget,
+        speculator=speculator,
     )
-    return LoadedEngine(engine, tokenizer)
+    return LoadedEngine(engine, tokenizer, storage)
+
+
+class PoisoningRunner:
+    """Puts NaN into every slot of a step's sequences from their first new token on, before the step writes
+    them: what drafts have left there is never read."""
+
+    def __init__(self, runner: ModelRunner, storage: Sequence[KVStorage]) -> None:
+        self._runner = runner
+        self._storage = storage
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        with torch.inference_mode():
+            for planned in plan.sequences:
+                for pages, table in zip(self._storage, planned.block_tables, strict=True):
+                    self._poison(pages, table, planned.start_position)
+        return self._runner.execute(plan)
+
+    @staticmethod
+    def _poison(pages: KVStorage, table: Sequence[int], start: int) -> None:
+        scaled = pages.key_scales is not None
+        parts = (pages.key_scales, pages.value_scales) if scaled else (pages.keys, pages.values)
+        for index in range(start // pages.block_size, len(table)):
+            first = start % pages.block_size if index == start // pages.block_size else 0
+            if table[index] >= 0:
+                for part in parts:
+                    assert part is not None
+                    part[:, table[index], first:] = float("nan")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,56 @@
+"""What steps of so many token rows take, from the engine's own step times."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+
+NUM_TIMES = 9
+"""Steps of one size whose median counts: one slow step means nothing, a slower machine soon does."""
+ROW_SHARE = 0.15
+"""Until it was measured, a further row is taken to cost this share of a step of one row."""
+
+
+class StepCosts:
+    """Seconds of decode steps by token rows."""
+
+    def __init__(self) -> None:
+        self._times: dict[int, deque[float]] = {}
+        self._medians: dict[int, float] = {}
+
+    def record(self, rows: int, seconds: float) -> None:
+        """A step that ran nothing but ``rows`` decode and drafted tokens."""
+        times = self._times.setdefault(rows, deque(maxlen=NUM_TIMES))
+        times.append(seconds)
+        self._medians[rows] = statistics.median(times)
+
+    @property
+    def is_known(self) -> bool:
+        return bool(self._medians)
+
+    def seconds(self, rows: int) -> float:
+        """What a step of so many rows takes; at least what the nearest smaller one took. Something was
+        recorded."""
+        known = self._medians.get(rows)
+        below = [r for r in self._medians if r <= rows]
+        least = max((self._medians[r] for r in below), default=0.0)
+        if known is not None:
+            return max(known, least)
+        above = [r for r in self._medians if r > rows]
+        if below and above:
+            low, high = max(below), min(above)
+            start, end = self._medians[low], self._medians[high]
+            return max(least, start + (end - start) * (rows - low) / (high - low))
+        first = min(self._medians)
+        if not below:
+            return self._medians[first]
+        last = max(below)
+        slope = ROW_SHARE * self._medians[first] / (1 + ROW_SHARE * (first - 1))
+        if last > first:
+            slope = max(0.0, self._medians[last] - self._medians[first]) / (last - first)
+        return least + slope * (rows - last)
+
+    def ratio(self, rows: int, plain_rows: int) -> float:
+        """A step of ``rows`` over one of ``plain_rows``; at least 1."""
+        plain = self.seconds(plain_rows)
+        return max(1.0, self.seconds(rows) / plain) if plain > 0 else 1.0

@@ -1,0 +1,327 @@
+"""Speculative decoding over real decoders: the tokens are those of plain decoding, whatever drafts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from edgellm.contracts import (
+    ConstraintKind,
+    ConstraintSpec,
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+)
+from edgellm.speculative.controller import Controller
+from edgellm.speculative.drafter import Drafter
+from edgellm.speculative.ngram import NgramDrafter
+from edgellm.speculative.speculator import Speculator
+from edgellm_kernels.native_library import load_library
+from tests.support.drafters import OracleDrafter, RandomDrafter
+from tests.support.engines import LoadedEngine, Result, load_engine, run_all
+from tests.support.real_models import real_model
+from tests.support.tiny_models import make_tiny
+
+LOOKAHEAD = 6
+BLOCK = 8
+REPEATS = "one two three four five six one two three four five six one two three"
+SCHEMA = '{"type":"object","properties":{"a":{"type":"integer"},"b":{"type":"string"}},"required":["a","b"]}'
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {arch: make_tiny(arch, tmp_path_factory.mktemp(arch)) for arch in ("llama", "gemma3")}
+
+
+def mixed_requests(loaded: LoadedEngine, count: int = 12) -> list[GenerationRequest]:
+    """One of every setting that decides what is drawn."""
+    text = loaded.tokenizer.encode(REPEATS)
+    rng = random.Random(3)
+    other = [rng.randrange(3, 300) for _ in range(37)]
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=count, ignore_eos=True)
+    warm = SamplingParams(temperature=1.0, seed=11, max_new_tokens=count)
+    json = ConstraintSpec(ConstraintKind.JSON_SCHEMA, SCHEMA)
+    cases: list[tuple[Sequence[int], SamplingParams, dict[str, object]]] = [
+        (text, greedy, {}),
+        (other, greedy, {"logprobs": 2}),
+        (text, replace(warm, temperature=0.6, top_p=0.9, min_p=0.02), {"logprobs": 0}),
+        (other, replace(warm, temperature=2.5, top_k=40, typical_p=0.95), {}),
+        (text, replace(warm, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.3), {}),
+        (text, replace(greedy, repetition_penalty=1.2), {}),
+        (other, replace(warm, logit_bias={5: 8.0, 7: -100.0}), {}),
+        (text, replace(greedy, max_new_tokens=30, ignore_eos=False), {"constraint": json}),
+        (text, replace(warm, temperature=0.8, max_new_tokens=30), {"constraint": json}),
+        (other, warm, {"num_samples": 3}),
+        (text, greedy, {"prediction_token_ids": tuple(other)}),
+        (text, warm, {"speculate": False}),
+        (text, replace(greedy, max_new_tokens=1), {}),
+    ]
+    return [
+        GenerationRequest(f"r{index}", tuple(ids), sampling, **fields)  # type: ignore[arg-type]
+        for index, (ids, sampling, fields) in enumerate(cases)
+    ]
+
+
+def outcomes(results: Sequence[Result]) -> list[object]:
+    """What a caller sees of answers, sample by sample; logprobs up to rounding."""
+    found: list[object] = []
+    for result in results:
+        by_sample: dict[int, list[int]] = {}
+        texts: dict[int, str] = {}
+        reasons: dict[int, FinishReason] = {}
+        probs: list[tuple[int, float]] = []
+        for event in result.events:
+            by_sample.setdefault(event.sample, []).extend(event.token_ids)
+            texts[event.sample] = texts.get(event.sample, "") + event.text
+            probs += [(p.token_id, round(p.logprob, 3)) for p in event.logprobs]
+            if event.finish_reason is not None:
+                reasons[event.sample] = event.finish_reason
+                assert event.error is None
+        found.append((by_sample, reasons, texts, probs))
+    return found
+
+
+def proposed(results: Sequence[Result]) -> tuple[int, int]:
+    """(drafted, kept) of all."""
+    counts = [e.draft for r in results for e in r.events if e.draft is not None]
+    return sum(c.proposed for c in counts), sum(c.accepted for c in counts)
+
+
+def drafters(vocab: int, answers: dict[tuple[int, ...], list[int]]) -> dict[str, Callable[[], Drafter]]:
+    return {
+        "ngram": NgramDrafter,
+        "random": lambda: RandomDrafter(vocab, 5),
+        "oracle": lambda: OracleDrafter(answers),
+        "adversarial": lambda: OracleDrafter(answers, wrong_every=4),
+    }
+
+
+def predicted(one: GenerationRequest, answers: dict[tuple[int, ...], list[int]]) -> GenerationRequest:
+    """Every other request with a prediction, right at the start and in the middle."""
+    answer = answers.get(one.prompt_token_ids)
+    if answer is None or int(one.request_id[1:]) % 2:
+        return one
+    return replace(one, prediction_token_ids=(*answer[:5], 9, *answer[6:]))
+
+
+def check_all_drafters(path: Path, kernels: str, kv: str, **options: object) -> None:
+    """Every drafter, all requests at once: the answers are those of plain decoding; uncommitted slots hold
+    NaN throughout."""
+
+    def load(speculator: Speculator | None, lookahead: int) -> LoadedEngine:
+        return load_engine(
+            path,
+            context=256,
+            chunk=16,
+            block_size=BLOCK,
+            kv=kv,
+            kernels=kernels,
+            speculator=speculator,
+            lookahead=lookahead,
+            poison=True,
+            **options,  # type: ignore[arg-type]
+        )
+
+    plain = load(None, 0)
+    requests = mixed_requests(plain)
+    expected = run_all(plain.engine, requests)
+    answers = {requests[i].prompt_token_ids: expected[i].token_ids for i in (0, 1)}
+    for name, make in drafters(plain.engine.vocab_size, answers).items():
+        loaded = load(Speculator(make(), max_draft=LOOKAHEAD), LOOKAHEAD)
+        results = run_all(loaded.engine, [predicted(one, answers) for one in requests])
+        assert outcomes(results) == outcomes(expected), name
+        drafted, kept = proposed(results)
+        assert drafted > 15, name
+        assert kept > 0 or name == "random", name
+        assert loaded.engine.stats.draft.proposed == drafted
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma3"])
+def test_tokens_are_those_of_plain_decoding_on_torch(arch: str, folders: dict[str, Path]) -> None:
+    check_all_drafters(folders[arch], "torch", "f32")
+
+
+@pytest.mark.parametrize("kv", ["f32", "int8"])
+def test_tokens_are_those_of_plain_decoding_on_native_kernels(kv: str, folders: dict[str, Path]) -> None:
+    if load_library() is None:
+        pytest.skip("no native kernels")
+    check_all_drafters(folders["gemma3"], "native", kv)
+
+
+def test_few_blocks_change_nothing(folders: dict[str, Path]) -> None:
+    """Preemptions, drafts without room, and steps whose budget has rows for some of the drafts only."""
+    check_all_drafters(folders["llama"], "torch", "f32", num_blocks=[36], token_budget=24, max_running=6)
+
+
+@pytest.mark.parametrize(("policy", "keep"), [("window", 40), ("budget", 64)])
+def test_drafts_do_not_cross_the_borders_of_evictions(
+    policy: str, keep: int, folders: dict[str, Path]
+) -> None:
+    def run(speculator: Speculator | None) -> list[Result]:
+        loaded = load_engine(
+            folders["llama"],
+            context=512,
+            chunk=32,
+            block_size=BLOCK,
+            speculator=speculator,
+            lookahead=0 if speculator is None else 16,
+            poison=True,
+        )
+        ids = tuple(loaded.tokenizer.encode(REPEATS)) * 2
+        sampling = SamplingParams(temperature=0.7, seed=4, max_new_tokens=80, ignore_eos=True)
+        one = GenerationRequest("a", ids, sampling, kv_policy=policy, kv_keep=keep)
+        greedy = replace(sampling, temperature=0.0)
+        return run_all(loaded.engine, [one, replace(one, request_id="b", sampling=greedy)])
+
+    expected = run(None)
+    assert any(e.notice and "evicted" in e.notice.kind for e in expected[0].events)
+    answers = {_prompt(folders["llama"]): expected[1].token_ids}
+    for wrong_every in (0, 9):
+        results = run(Speculator(OracleDrafter(answers, wrong_every)))
+        assert outcomes(results) == outcomes(expected)
+        assert proposed(results)[1] > 60
+    assert outcomes(run(Speculator(RandomDrafter(300)))) == outcomes(expected)
+
+
+def _prompt(folder: Path) -> tuple[int, ...]:
+    from edgellm_models.checkpoint import open_checkpoint
+    from edgellm_models.tokenizer import load_tokenizer
+
+    checkpoint = open_checkpoint(folder)
+    return tuple(load_tokenizer(folder, checkpoint.file_format, checkpoint.metadata).encode(REPEATS)) * 2
+
+
+def test_an_answer_ends_inside_an_accepted_run(folders: dict[str, Path]) -> None:
+    """Stop strings, end ids and the token limit cut what a draft brought, and the cache holds nothing behind
+    the cut."""
+
+    def load(speculator: Speculator | None) -> LoadedEngine:
+        lookahead = 0 if speculator is None else LOOKAHEAD
+        return load_engine(folders["llama"], context=128, speculator=speculator, lookahead=lookahead)
+
+    plain = load(None)
+    ids = tuple(plain.tokenizer.encode(REPEATS))
+    free = SamplingParams(temperature=0.0, max_new_tokens=30, ignore_eos=True)
+    whole = run_all(plain.engine, [GenerationRequest("w", ids, free)])[0]
+    answers = {ids: whole.token_ids}
+    middle = plain.tokenizer.decode(whole.token_ids[8:10])
+    cases = [
+        replace(free, stop=(middle,)),
+        replace(free, stop_token_ids=(whole.token_ids[9],)),
+        replace(free, max_new_tokens=9),
+    ]
+    for sampling in cases:
+        expected = run_all(load(None).engine, [GenerationRequest("x", ids, sampling)])
+        loaded = load(Speculator(OracleDrafter(answers), max_draft=LOOKAHEAD))
+        results = run_all(loaded.engine, [GenerationRequest("x", ids, sampling, conversation_id="c")])
+        assert outcomes(results) == outcomes(expected)
+        assert proposed(results)[1] > 3
+        usage, draft = results[0].events[-1].usage, results[0].events[-1].draft
+        assert usage is not None and draft is not None
+        assert draft.accepted <= usage.completion_tokens == len(results[0].token_ids)
+        # The next turn begins as this one did: no word of a lost prefix.
+        turn = (*ids, *results[0].token_ids, 9, 9)
+        again = run_all(loaded.engine, [GenerationRequest("y", turn, sampling, conversation_id="c")])[0]
+        assert not [e.notice for e in again.events if e.notice and "prefix" in e.notice.kind]
+
+
+def test_committed_kv_is_that_of_a_fresh_prefill(folders: dict[str, Path]) -> None:
+    """After every round, all layers: drafts that were rejected leave nothing."""
+    adversary = Speculator(OracleDrafter({}, wrong_every=0), max_draft=LOOKAHEAD)
+    loaded = load_engine(
+        folders["gemma3"], context=128, block_size=BLOCK, speculator=adversary, lookahead=LOOKAHEAD
+    )
+    ids = tuple(loaded.tokenizer.encode(REPEATS))
+    sampling = SamplingParams(temperature=0.8, seed=2, max_new_tokens=16, ignore_eos=True)
+    fresh = load_engine(folders["gemma3"], context=128, block_size=BLOCK)
+    answer = run_all(fresh.engine, [GenerationRequest("p", ids, sampling)])[0].token_ids
+    loaded.engine.submit(GenerationRequest("a", ids, sampling))
+    rounds = 0
+    adversary._drafter = OracleDrafter({ids: answer}, wrong_every=3)
+    adversary._drafter.begin(0, ids)
+    while loaded.engine.has_work():
+        loaded.engine.step()
+        if 0 not in loaded.engine._kv.sequences:
+            break
+        held = loaded.engine._kv.sequences[0]
+        rounds += 1
+        once = load_engine(folders["gemma3"], context=128, block_size=BLOCK)
+        limit = SamplingParams(temperature=0.0, max_new_tokens=2, ignore_eos=True)
+        once.engine.submit(GenerationRequest("f", tuple(held.tokens), limit))
+        once.engine.step()
+        other = once.engine._kv.sequences[0]
+        for group in range(len(loaded.storage)):
+            for layer in range(loaded.storage[group].keys.shape[0]):
+                for ours, theirs in zip(
+                    _rows(loaded, held.tables, group, layer, held.committed),
+                    _rows(once, other.tables, group, layer, held.committed),
+                    strict=True,
+                ):
+                    both = min(len(ours), len(theirs))  # of a window the last positions
+                    assert both and torch.allclose(ours[-both:], theirs[-both:], atol=2e-4)
+    assert rounds >= 5
+
+
+def _rows(
+    loaded: LoadedEngine, tables: Sequence[Sequence[int]], group: int, layer: int, committed: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of the committed positions that a group still holds."""
+    pages = loaded.storage[group]
+    slots = [
+        (tables[group][position // BLOCK], position % BLOCK)
+        for position in range(committed)
+        if tables[group][position // BLOCK] >= 0
+    ]
+    blocks, offsets = torch.tensor(slots).unbind(1)
+    return pages.keys[layer, blocks, offsets], pages.values[layer, blocks, offsets]
+
+
+def test_int4_stays_near_plain_decoding(folders: dict[str, Path], tmp_path: Path) -> None:
+    """What a query reads of int4 KV follows from positions alone, so only rounding tells runs apart."""
+    path = make_tiny("llama", tmp_path / "q", quantizable=True)
+
+    def run(speculator: Speculator | None) -> Result:
+        lookahead = 0 if speculator is None else LOOKAHEAD
+        loaded = load_engine(path, context=256, kv="int4", speculator=speculator, lookahead=lookahead)
+        ids = tuple(loaded.tokenizer.encode(REPEATS))
+        sampling = SamplingParams(temperature=0.0, max_new_tokens=40, ignore_eos=True)
+        return run_all(loaded.engine, [GenerationRequest("a", ids, sampling, logprobs=1)])[0]
+
+    expected, found = run(None), run(Speculator(NgramDrafter()))
+    before = [p.logprob for e in expected.events for p in e.logprobs]
+    after = [p.logprob for e in found.events for p in e.logprobs]
+    same = next((i for i in range(40) if expected.token_ids[i] != found.token_ids[i]), 40)
+    assert same >= 20
+    assert max(abs(a - b) for a, b in zip(before[:same], after[:same], strict=True)) < 0.05
+
+
+@pytest.mark.real_model
+def test_a_real_model_says_the_same_with_and_without_drafts() -> None:
+    def run(speculator: Speculator | None) -> list[Result]:
+        loaded = load_engine(
+            real_model("smollm2-135m"),
+            context=256,
+            kernels="auto",
+            kv="int8",
+            speculator=speculator,
+            lookahead=0 if speculator is None else 8,
+        )
+        text = "Repeat: the cat sat on the mat and the dog sat on the log. The cat sat on the mat and the"
+        ids = tuple(loaded.tokenizer.encode(text))
+        greedy = SamplingParams(temperature=0.0, max_new_tokens=24)
+        one = GenerationRequest("a", ids, greedy)
+        warm = SamplingParams(temperature=0.7, seed=1, max_new_tokens=24)
+        return run_all(loaded.engine, [one, replace(one, request_id="b", sampling=warm)])
+
+    if load_library() is None:
+        pytest.skip("no native kernels: rounding decides close calls")
+    expected = run(None)
+    for speculator in (Speculator(NgramDrafter()), Speculator(NgramDrafter(), Controller())):
+        results = run(speculator)
+        assert outcomes(results) == outcomes(expected)
+        assert proposed(results)[1] > 3
