@@ -162,6 +162,9 @@ class Controller:
         ready = [c for c in candidates if not self._controls[c.sequence_id].resting]
         chosen = self._best(num_decoding, ready)
         chosen = self._within_credit(num_decoding, chosen)
+        for candidate in ready:
+            if candidate.sequence_id not in chosen:
+                self._controls[candidate.sequence_id].armed = False
         if not chosen:
             self._say(ready, "drafts would not pay by now")
             return {}
@@ -206,10 +209,12 @@ class Controller:
         return chosen if gain >= (KEEP_GAIN if armed else ARM_GAIN) else {}
 
     def _within_credit(self, num_decoding: int, chosen: dict[int, int]) -> dict[int, int]:
-        """Shorter drafts where the loss, should nothing be kept, would overdraw the account."""
+        """Shorter drafts where the loss, should nothing be kept, would overdraw the account: so the first of
+        all are short, until it is known what their rows cost."""
+        plain = self.costs.seconds(num_decoding)
         while chosen:
             rows = num_decoding + sum(chosen.values())
-            if self.costs.ratio(rows, num_decoding) - 1.0 <= self.credit:
+            if self.costs.worst(rows) - plain <= self.credit * plain:
                 break
             longest = max(chosen, key=lambda sequence_id: chosen[sequence_id])
             chosen[longest] -= 1

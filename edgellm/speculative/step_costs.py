@@ -50,6 +50,14 @@ class StepCosts:
             slope = max(0.0, self._medians[last] - self._medians[first]) / (last - first)
         return least + slope * (rows - last)
 
+    def worst(self, rows: int) -> float:
+        """The same, with every row beyond those that were measured as dear as a whole step of one row."""
+        largest = max(self._medians)
+        if rows <= largest:
+            return self.seconds(rows)
+        first = min(self._medians)
+        return self.seconds(largest) + (rows - largest) * self._medians[first] / first
+
     def ratio(self, rows: int, plain_rows: int) -> float:
         """A step of ``rows`` over one of ``plain_rows``; at least 1."""
         plain = self.seconds(plain_rows)
