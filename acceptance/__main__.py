@@ -8,7 +8,7 @@ from pathlib import Path
 
 from acceptance.harness import record
 
-NOT_SCRIPTS = {"__init__", "__main__", "engines", "harness", "llama_cpp_tools"}
+NOT_SCRIPTS = {"__init__", "__main__", "engines", "harness", "llama_cpp_tools", "quality_text"}
 
 
 def main() -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgellm_models.errors import UsageError
+from edgellm_models.errors import Notice, UsageError
 from edgellm_quantize.recipe import LayerOutcome, QuantizeJob, QuantizeProgress, QuantizeRecipe
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from edgellm_quantize.grids import Grid
     from edgellm_quantize.imatrix_file import ImportanceMatrix
     from edgellm_quantize.job import CoreResult
-    from edgellm_quantize.layer_rounding import LayerResult
+    from edgellm_quantize.layer_rounding import CorePlan, LayerResult
 
 CORE_SHARE = 0.9
 """Of a calibrated job's time; the rest is writing."""
@@ -81,22 +81,17 @@ def run_calibrated(
     spec: ModelSpec,
     grids: Mapping[str, Grid],
     method: str,
+    calibration: CalibrationTokens | None = None,
 ) -> CalibratedRun:
-    """Round the linears of ``grids``; ``method`` is rtn, gptq or awq. Errors as job.run_core."""
-    from edgellm_quantize.job import run_core
-    from edgellm_quantize.layer_rounding import CorePlan
-    from edgellm_quantize.rounding import RoundingOptions
+    """Round the linears of ``grids``; ``method`` is rtn, gptq or awq. Errors as job.run_core.
 
-    preset = recipe.preset
-    calibration = read_calibration(job, checkpoint, spec)
-    plan = CorePlan(
-        grids,
-        method,
-        RoundingOptions(preset.scale_candidates, recipe.damping, descent_passes=preset.descent_passes),
-        _ASYMMETRIC_SHARE if preset.asymmetric_calibration else 0.0,
-        preset.awq_ratios,
-    )
-    work_dir = job.work_dir or job.out.with_name(f"{job.out.name}.work")
+    ``calibration`` is what was read already.
+    """
+    from edgellm_quantize.job import run_core
+
+    calibration = calibration or read_calibration(job, checkpoint, spec)
+    plan = core_plan(recipe, grids, method)
+    work_dir = work_folder_of(job)
     on_progress = None
     if job.on_progress is not None:
         tell = job.on_progress
@@ -114,6 +109,60 @@ def run_calibrated(
         on_progress=on_progress,
     )
     return CalibratedRun(core, calibration, work_dir, job.work_dir is not None)
+
+
+def core_plan(recipe: QuantizeRecipe, grids: Mapping[str, Grid], method: str) -> CorePlan:
+    """What the core does for a recipe."""
+    from edgellm_quantize.layer_rounding import CorePlan
+    from edgellm_quantize.rounding import RoundingOptions
+
+    preset = recipe.preset
+    return CorePlan(
+        grids,
+        method,
+        RoundingOptions(preset.scale_candidates, recipe.damping, descent_passes=preset.descent_passes),
+        _ASYMMETRIC_SHARE if preset.asymmetric_calibration else 0.0,
+        preset.awq_ratios,
+    )
+
+
+def work_folder_of(job: QuantizeJob) -> Path:
+    """Where finished layers lie."""
+    return job.work_dir or job.out.with_name(f"{job.out.name}.work")
+
+
+def save_importance(job: QuantizeJob, run: CalibratedRun, checkpoint: Checkpoint) -> None:
+    """Write what ``--save-imatrix`` asks for: inputs of the model as it was, as llama-imatrix has them."""
+    from edgellm_quantize.imatrix_file import write_imatrix
+    from edgellm_quantize.original_importance import original_importance
+
+    if job.save_imatrix is None:
+        return
+    found = original_importance(checkpoint, run.calibration, calibration_name(job))
+    write_imatrix(job.save_imatrix, found)
+
+
+def core_estimate(
+    job: QuantizeJob,
+    recipe: QuantizeRecipe,
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    grids: Mapping[str, Grid],
+    method: str,
+) -> tuple[float, int, list[Notice]]:
+    """(seconds, bytes, notices) of ``run_calibrated``, which is not run. Errors as job.run_core."""
+    from edgellm_quantize.estimates import core_seconds, estimate_notice, probe_rows, tokens_of
+    from edgellm_quantize.grids import dequantize
+    from edgellm_quantize.job import within_memory
+
+    tokens = tokens_of(job.calibration)
+    if job.calibration.source == "file":
+        tokens = read_calibration(job, checkpoint, spec).num_tokens
+    plan = core_plan(recipe, grids, method)
+    plan, _, memory, notices = within_memory(spec, plan, tokens, job.max_memory)
+    probes = {name: dequantize(checkpoint.weight(name)) for name in probe_rows(list(grids), grids)}
+    seconds = core_seconds(spec, plan, tokens, min(tokens, job.calibration.sequence_length), probes)
+    return seconds / CORE_SHARE, memory, [*notices, estimate_notice(tokens)]
 
 
 def importance_of_run(run: CalibratedRun, source: str) -> ImportanceMatrix:

@@ -106,6 +106,10 @@ class Stream:
         """The stream between layers, to be stored; ``restore`` takes it."""
         return [part.hidden for part in self._parts]
 
+    def real_state(self) -> list[torch.Tensor]:
+        """The stream between layers without the rows that pad: [tokens, hidden] of each part."""
+        return [part.hidden[part.rows] for part in self._parts]
+
     def restore(self, state: Sequence[torch.Tensor]) -> None:
         for part, hidden in zip(self._parts, state, strict=True):
             assert part.hidden.shape == hidden.shape

@@ -14,10 +14,12 @@ from edgellm_quantize.calibrated_run import (
     CORE_SHARE,
     CalibratedRun,
     calibration_name,
-    importance_of_run,
+    core_estimate,
     refuse_without_calibration,
     run_calibrated,
+    save_importance,
 )
+from edgellm_quantize.estimates import check_memory
 from edgellm_quantize.hf_folder import (
     FolderPlan,
     check_linears,
@@ -28,7 +30,7 @@ from edgellm_quantize.hf_folder import (
     write_folder,
 )
 from edgellm_quantize.hf_tensors import HFTensors, is_block_linear
-from edgellm_quantize.imatrix_file import write_imatrix
+from edgellm_quantize.layer_rounding import uniform_grids
 from edgellm_quantize.packed_layouts import quantization_config, vllm_refusals
 from edgellm_quantize.recipe import (
     LayerOutcome,
@@ -120,6 +122,8 @@ def run_folder_job(job: QuantizeJob, checkpoint: Checkpoint, spec: ModelSpec) ->
     if calibrated and (recipe.format == "hf" or recipe.method == "rtn"):
         raise UsageError(f"a {recipe.format} folder of the method {recipe.method} needs no calibration")
     notices = [*checkpoint.notices, *_requantize_notice(tensors)]
+    if not calibrated:
+        check_memory(memory_needed(tensors), job.max_memory, "the largest tensor of this model")
     rounding = Rounding(_no_rounding, "copy")
     finished: dict[str, LayerOutcome] = {}
     refuse_without_calibration(job, calibrated)
@@ -143,8 +147,9 @@ def run_folder_job(job: QuantizeJob, checkpoint: Checkpoint, spec: ModelSpec) ->
     if job.dry_run:
         seconds, memory = _probe_seconds(tensors, recipe, plan), memory_needed(tensors)
         if calibrated:
-            detail = "time and memory of calibration are not in these estimates"
-            notices.append(Notice("estimate_without_calibration", detail))
+            grids = uniform_grids(checkpoint, _grid(recipe))
+            seconds, memory, more = core_estimate(job, recipe, checkpoint, spec, grids, recipe.method)
+            notices += more
         return _report(job, recipe, plan, rounding, {}, estimated, seconds, memory, notices)
     check_place(job.out, estimated)
     total = write_folder(
@@ -157,8 +162,7 @@ def run_folder_job(job: QuantizeJob, checkpoint: Checkpoint, spec: ModelSpec) ->
         _byte_progress(job, max(1, estimated), CORE_SHARE if run is not None else 0.0),
     )
     if run is not None:
-        if job.save_imatrix is not None:
-            write_imatrix(job.save_imatrix, importance_of_run(run, calibration_name(job)))
+        save_importance(job, run, checkpoint)
         run.clean_up()
     for outcome in finished.values():
         notices += outcome.notices
@@ -176,7 +180,6 @@ def _calibrated(
     job: QuantizeJob, recipe: QuantizeRecipe, checkpoint: Checkpoint, spec: ModelSpec
 ) -> tuple[Rounding, HFTensors, CalibratedRun]:
     """The core's linears, and the other tensors as folding left them."""
-    from edgellm_quantize.layer_rounding import uniform_grids
     from edgellm_quantize.overlay import OverlayCheckpoint
 
     run = run_calibrated(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,22 +16,40 @@ from edgellm_quantize.calibrated_run import (
     CORE_SHARE,
     CalibratedRun,
     calibration_name,
+    core_estimate,
     importance_of_run,
+    read_calibration,
     refuse_without_calibration,
     run_calibrated,
+    save_importance,
+    work_folder_of,
 )
-from edgellm_quantize.recipe import GGUF_DENSE_TYPES, QuantizeJob, QuantizeProgress, QuantizeReport
+from edgellm_quantize.estimates import ENCODING_BYTES, PROGRAM_BYTES, check_memory, encoding_seconds
+from edgellm_quantize.recipe import (
+    GGUF_DENSE_TYPES,
+    QuantizeJob,
+    QuantizeProgress,
+    QuantizeRecipe,
+    QuantizeReport,
+)
+from edgellm_quantize.target_size import nbytes
 
 if TYPE_CHECKING:
+    from edgellm_models.network.spec import ModelSpec
+    from edgellm_quantize.calibration import CalibrationTokens
     from edgellm_quantize.gguf_source import GGUFSource, SourceTensor
     from edgellm_quantize.grids import Grid
+    from edgellm_quantize.imatrix_file import ImportanceMatrix
     from edgellm_quantize.kquant_mix import Mixture
+
+_CHOOSING_SHARE = 0.3
+"""Of a job without calibration that chooses types."""
 
 
 def run_gguf_job(job: QuantizeJob) -> QuantizeReport:
     """Everything behind ``api.quantize_model`` for the format gguf."""
+    from edgellm_quantize.gguf_source import open_gguf_source
     from edgellm_quantize.imatrix_file import read_imatrix
-    from edgellm_quantize.quantized_gguf import write_quantized_gguf
 
     recipe = job.recipe
     calibrated = job.calibration.source != "none"
@@ -37,70 +58,187 @@ def run_gguf_job(job: QuantizeJob) -> QuantizeReport:
         raise UsageError(f"type {recipe.type} rounds nothing that calibration or importance could help")
     if recipe.method == "gptq" and not calibrated:
         raise UsageError("method gptq needs calibration: a text file or self, or take the method rtn")
-    if recipe.target_bpw is not None:
-        raise UsageError("a target of bits per weight is not in this version: choose a type")
     if calibrated and job.imatrix is not None:
         raise UsageError("calibration measures what an importance matrix states: give one of them")
-    if calibrated and not job.dry_run:
-        return _with_core(job)
-    return write_quantized_gguf(
-        job.source,
-        job.out,
-        recipe.type,
-        importance=None if job.imatrix is None else read_imatrix(job.imatrix),
-        overrides=recipe.tensor_types,
-        effort=recipe.effort,
-        on_progress=job.on_progress,
-        dry_run=job.dry_run,
+    importance = None if job.imatrix is None else read_imatrix(job.imatrix)
+    model = open_gguf_source(job.source)
+    try:
+        if calibrated:
+            return _with_core(job, model)
+        return _from_weights(job, model, importance)
+    finally:
+        model.close()
+
+
+def _from_weights(job: QuantizeJob, model: GGUFSource, importance: ImportanceMatrix | None) -> QuantizeReport:
+    """Scales searched for the weights alone, or with the importance that a file states."""
+    from edgellm_quantize.quantized_gguf import QuantizedPlan, write_planned_gguf
+
+    recipe = job.recipe
+    needed = ENCODING_BYTES + PROGRAM_BYTES
+    check_memory(needed, job.max_memory, "encoding a few rows at a time")
+    tell = _phase(job, "reading", 0.0, _CHOOSING_SHARE)
+    mixture = _mixture(job, model, importance, None, tell)
+    record: dict[str, Any] = {"type": mixture.type_name, "method": "rtn", "effort": recipe.effort}
+    record["imatrix"] = importance is not None
+    if recipe.tensor_types:
+        record["tensor_types"] = [list(pair) for pair in recipe.tensor_types]
+    if recipe.target_bpw is not None:
+        record["target_bpw"] = recipe.target_bpw
+    plan = QuantizedPlan(
+        mixture.type_name,
+        mixture.tensors,
+        importance,
+        recipe.effort,
+        recipe=record,
+        overridden=frozenset(mixture.overridden),
     )
+    begin = _CHOOSING_SHARE if recipe.target_bpw is not None else 0.0
+    report = write_planned_gguf(
+        model, job.out, plan, on_progress=_writing_progress(job, begin), dry_run=job.dry_run
+    )
+    if job.dry_run:
+        report = replace(report, seconds=_encoding_seconds(model, mixture, recipe.effort), peak_bytes=needed)
+    return _named(job, report)
 
 
-def _with_core(job: QuantizeJob) -> QuantizeReport:
+def _with_core(job: QuantizeJob, model: GGUFSource) -> QuantizeReport:
     """The mixture's types, with codes that error feedback chose (method rtn: with measured importance)."""
     from edgellm_models.network import read_spec
     from edgellm_quantize.folder_job import recipe_record
-    from edgellm_quantize.gguf_source import open_gguf_source
-    from edgellm_quantize.imatrix_file import write_imatrix
-    from edgellm_quantize.kquant_mix import choose_types
     from edgellm_quantize.quantized_gguf import QuantizedPlan, write_planned_gguf
 
     recipe = replace(job.recipe, method="rtn" if job.recipe.method == "rtn" else "gptq")
-    model = open_gguf_source(job.source)
-    try:
-        checkpoint = model.checkpoint
-        spec = read_spec(checkpoint.file_format, checkpoint.metadata, checkpoint.tensors())
-        mixture = choose_types(
-            recipe.type,
-            {tensor.name: tensor.shape for tensor in model.tensors},
-            model.shape,
-            has_imatrix=True,
-            overrides=recipe.tensor_types,
-        )
+    checkpoint = model.checkpoint
+    spec = read_spec(checkpoint.file_format, checkpoint.metadata, checkpoint.tensors())
+    calibration = None if job.dry_run else read_calibration(job, checkpoint, spec)
+    mixture = _mixture(job, model, None, calibration, _phase(job, "calibrating", 0.0, 1.0))
+    grids = _grids(model, mixture, recipe.effort)
+    if calibration is None:
+        return _estimated(job, recipe, model, mixture, grids, spec)
+    run = run_calibrated(job, recipe, checkpoint, spec, grids, recipe.method, calibration)
+    model.notices.extend((*run.core.notices, *run.calibration.notices))
+    importance = importance_of_run(run, calibration_name(job))
+    record = recipe_record(job, recipe, run.calibration.hash, run.calibration.num_tokens)
+    plan = QuantizedPlan(
+        mixture.type_name,
+        mixture.tensors,
+        importance,
+        recipe.effort,
+        recipe.method,
+        record,
+        run.calibration.hash,
+        run.calibration.num_tokens,
+        encode=_Encoder(run),
+        overridden=frozenset(mixture.overridden),
+    )
+    report = write_planned_gguf(model, job.out, plan, on_progress=_writing_progress(job, CORE_SHARE))
+    save_importance(job, run, checkpoint)
+    run.clean_up()
+    _types_file(job).unlink(missing_ok=True)
+    return _named(job, report)
+
+
+def _estimated(
+    job: QuantizeJob,
+    recipe: QuantizeRecipe,
+    model: GGUFSource,
+    mixture: Mixture,
+    grids: Mapping[str, Grid],
+    spec: ModelSpec,
+) -> QuantizeReport:
+    """The dry run of a calibrated job."""
+    from edgellm_quantize.quantized_gguf import QuantizedPlan, write_planned_gguf
+
+    seconds, memory, notices = core_estimate(job, recipe, model.checkpoint, spec, grids, recipe.method)
+    model.notices.extend(notices)
+    plan = QuantizedPlan(mixture.type_name, mixture.tensors, None, recipe.effort, recipe.method)
+    report = write_planned_gguf(model, job.out, plan, dry_run=True)
+    return _named(job, replace(report, seconds=seconds, peak_bytes=memory))
+
+
+def _mixture(
+    job: QuantizeJob,
+    model: GGUFSource,
+    importance: ImportanceMatrix | None,
+    calibration: CalibrationTokens | None,
+    tell: Callable[[float], None],
+) -> Mixture:
+    """The types of all tensors: the mixture's, or what the target of bits per weight allows."""
+    from edgellm_quantize.kquant_mix import choose_types
+    from edgellm_quantize.original_importance import original_importance
+    from edgellm_quantize.target_size import choose_for_size, read_types, write_types
+
+    recipe = job.recipe
+    shapes = {tensor.name: tensor.shape for tensor in model.tensors}
+    mixture = choose_types(
+        recipe.type,
+        shapes,
+        model.shape,
+        has_imatrix=importance is not None or job.calibration.source != "none",
+        overrides=recipe.tensor_types,
+    )
+    if recipe.target_bpw is None:
         model.notices.extend(mixture.notices())
-        grids = _grids(model, mixture, recipe.effort)
-        run = run_calibrated(job, recipe, checkpoint, spec, grids, recipe.method)
-        model.notices.extend((*run.core.notices, *run.calibration.notices))
-        importance = importance_of_run(run, calibration_name(job))
-        record = recipe_record(job, recipe, run.calibration.hash, run.calibration.num_tokens)
-        plan = QuantizedPlan(
-            recipe.type,
-            mixture.tensors,
-            importance,
-            recipe.effort,
-            recipe.method,
-            record,
-            run.calibration.hash,
-            run.calibration.num_tokens,
-            encode=_Encoder(run),
-            overridden=frozenset(mixture.overridden),
+        return mixture
+    kept = _types_file(job)
+    if job.resume and kept.is_file():
+        return read_types(kept, shapes)
+    if calibration is not None:
+        importance = original_importance(
+            model.checkpoint, calibration, calibration_name(job), lambda done: tell(0.02 * done)
         )
-        report = write_planned_gguf(model, job.out, plan, on_progress=_writing_progress(job))
-        if job.save_imatrix is not None:
-            write_imatrix(job.save_imatrix, importance)
-        run.clean_up()
+    mixture = choose_for_size(
+        model,
+        recipe.target_bpw,
+        pinned={name: mixture.tensors[name] for name in mixture.overridden},
+        importance=importance,
+        sequences=None if calibration is None else calibration.sequences,
+        on_progress=lambda done: tell(0.02 + 0.03 * done),
+    )
+    if calibration is not None:
+        write_types(kept, mixture)
+    return mixture
+
+
+def _types_file(job: QuantizeJob) -> Path:
+    """Where the types that were chosen lie, so that a resumed job takes the same."""
+    folder = work_folder_of(job)
+    return folder.with_name(f"{folder.name}.types.json")
+
+
+def _named(job: QuantizeJob, report: QuantizeReport) -> QuantizeReport:
+    """With a target there is no name that says what the file is: the target is the name."""
+    if job.recipe.target_bpw is None:
         return report
-    finally:
-        model.close()
+    return replace(report, type_name=f"target of {job.recipe.target_bpw:g} bits per weight")
+
+
+def _encoding_seconds(model: GGUFSource, mixture: Mixture, effort: str) -> float:
+    """From a few rows of one tensor of each type."""
+    import torch
+
+    shown: dict[str, SourceTensor] = {}
+    weights: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for tensor in model.tensors:
+        kind = mixture.tensors[tensor.name]
+        if kind not in GGUF_DENSE_TYPES and kind != tensor.source_type:
+            shown.setdefault(kind, tensor)
+            weights[kind] += math.prod(tensor.shape)
+        sizes[kind] += nbytes(tensor.shape, kind)
+    seconds = sum(sizes.values()) / 200e6
+    for kind, tensor in shown.items():
+        rows = torch.from_numpy(next(tensor.rows()))
+        seconds += encoding_seconds(rows, kind, effort, weights[kind], 0)
+    return seconds
+
+
+def _phase(job: QuantizeJob, phase: str, begin: float, end: float) -> Callable[[float], None]:
+    if job.on_progress is None:
+        return lambda done: None
+    tell = job.on_progress
+    return lambda done: tell(QuantizeProgress(phase, begin + (end - begin) * done, "choosing types"))
 
 
 def _grids(model: GGUFSource, mixture: Mixture, effort: str) -> Mapping[str, Grid]:
@@ -138,13 +276,12 @@ class _Encoder:
         return (data[start : start + step] for start in range(0, len(data), step))
 
 
-def _writing_progress(job: QuantizeJob) -> Any:
+def _writing_progress(job: QuantizeJob, begin: float) -> Any:
     if job.on_progress is None:
         return None
     tell = job.on_progress
 
     def on_progress(progress: QuantizeProgress) -> None:
-        done = CORE_SHARE + (1.0 - CORE_SHARE) * progress.done
-        tell(QuantizeProgress(progress.phase, done, progress.detail))
+        tell(QuantizeProgress(progress.phase, begin + (1.0 - begin) * progress.done, progress.detail))
 
     return on_progress

@@ -85,7 +85,7 @@ def run_core(
 
     check_plan(checkpoint, plan)
     loader = LayerLoader(checkpoint)
-    plan, rows, notices = _within_memory(loader.spec, plan, calibration, max_memory)
+    plan, rows, _, notices = within_memory(loader.spec, plan, calibration, max_memory)
     folder = WorkFolder(work_dir, _fingerprint(checkpoint, plan, calibration, rows), resume=resume)
     clock = _Clock(loader.spec.num_layers, folder.num_done, on_progress, should_stop)
     stream, original = _streams(loader, plan, calibration, rows, folder)
@@ -154,13 +154,16 @@ def _state(stream: Stream | None, original: Stream | None) -> dict[str, torch.Te
     return parts | {f"original.{i}": part for i, part in enumerate(original.state() if original else [])}
 
 
-def estimate_memory(spec: ModelSpec, plan: CorePlan, calibration: CalibrationTokens | None, rows: int) -> int:
-    """Bytes that a job takes at its peak."""
+def estimate_memory(
+    spec: ModelSpec, plan: CorePlan, calibration: CalibrationTokens | int | None, rows: int
+) -> int:
+    """Bytes that a job takes at its peak. ``calibration`` is the tokens, or how many there will be."""
+    tokens = calibration.num_tokens if isinstance(calibration, CalibrationTokens) else calibration
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     hidden, ffn = spec.hidden_size, spec.ffn_size
     shapes = ((q + 2 * kv, hidden), (hidden, q), (2 * ffn, hidden), (hidden, ffn))
     layer = 4 * sum(n * k for n, k in shapes)
-    feedback = plan.method != "rtn" and calibration is not None
+    feedback = plan.method != "rtn" and tokens is not None
     copies = 3 if feedback and plan.asymmetric_share else 2
     work = 0
     for n, k in shapes:
@@ -172,21 +175,21 @@ def estimate_memory(spec: ModelSpec, plan: CorePlan, calibration: CalibrationTok
             matrices = square * (2 if plan.asymmetric_share else 1) + max(factoring, descending)
         work = max(work, matrices + 6 * n * k * 4)
     total = _PROGRAM_BYTES + copies * layer + work
-    if calibration is not None:
+    if tokens is not None:
         streams = 2 if plan.asymmetric_share and feedback else 1
-        total += streams * calibration.num_tokens * (hidden + q) * 4
+        total += streams * tokens * (hidden + q) * 4
         total += rows * (2 * hidden + 2 * (q + 2 * kv) + 4 * ffn) * 4 + (256 << 20)
     return total
 
 
-def _within_memory(
-    spec: ModelSpec, plan: CorePlan, calibration: CalibrationTokens | None, max_memory: int | None
-) -> tuple[CorePlan, int, list[Notice]]:
-    """The plan that keeps ``max_memory``, rows that run at once, and what was left out for it."""
+def within_memory(
+    spec: ModelSpec, plan: CorePlan, calibration: CalibrationTokens | int | None, max_memory: int | None
+) -> tuple[CorePlan, int, int, list[Notice]]:
+    """The plan that keeps ``max_memory``, rows that run at once, bytes, and notices of what was left out."""
     rows = _ROWS_PER_PART
     notices: list[Notice] = []
     if max_memory is None:
-        return plan, rows, notices
+        return plan, rows, estimate_memory(spec, plan, calibration, rows), notices
     while estimate_memory(spec, plan, calibration, rows) > max_memory:
         if rows > _LEAST_ROWS:
             rows //= 2
@@ -204,7 +207,7 @@ def _within_memory(
                 f"max-memory {max_memory / 2**20:,.0f} MiB: one layer of this model needs "
                 f"{needed / 2**20:,.0f} MiB even without error feedback: allow more, or calibrate with less"
             )
-    return plan, rows, notices
+    return plan, rows, estimate_memory(spec, plan, calibration, rows), notices
 
 
 def _fingerprint(

@@ -107,7 +107,9 @@ class QuantizeRecipe:
     checkpoint_format: str = "gptq"
     """Of a GPTQ folder: ``gptq`` (v1: zero points stored minus one) or ``gptq_v2``."""
     method: str = "auto"
-    """``auto``: gptq where there is calibration, else rtn with a scale search; for awq folders awq."""
+    """``auto``: gptq where there is calibration, else rtn with a scale search; for awq folders awq. In a GGUF
+    file gptq is error feedback on the grids of the block types, whose scales are searched with the measured
+    importance of the columns; rtn with calibration is that search alone."""
     effort: str = "default"
     damping: float = 0.05
     """Share of the mean diagonal that is added to the Hessian's diagonal; raised in steps where need be."""
@@ -117,6 +119,13 @@ class QuantizeRecipe:
     """GGUF only: (regular expression on the tensor name, type of TENSOR_TYPES); the first that matches."""
 
     def __post_init__(self) -> None:
+        # Types are written in either case everywhere: llama-quantize takes q4_k_m too.
+        for name, value in (("type", self.type.upper()), ("dtype", self.dtype.lower())):
+            object.__setattr__(self, name, value)
+        for name in ("format", "method", "effort"):
+            object.__setattr__(self, name, getattr(self, name).lower())
+        pairs = tuple((pattern, kind.upper()) for pattern, kind in self.tensor_types)
+        object.__setattr__(self, "tensor_types", pairs)
         _one_of("format", self.format, FORMATS)
         _one_of("type", self.type, GGUF_TYPES)
         _one_of("dtype", self.dtype, DTYPES)

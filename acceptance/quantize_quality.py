@@ -1,0 +1,316 @@
+"""KL divergence of what the toolkit writes, and of its peers at the same bits, from dense twins in f32.
+
+Windows of 512 tokens, the first 128 not scored, of prose, code and chat that calibration never saw; the same
+calibration text for every case, llama-imatrix's included. Each case is kept when it is done, with the files
+that it made, so a long run can be ended and taken up again:
+
+EDGELLM_QUALITY_FOLDER    twins, outputs and cases.json (default: edgellm-quality in the system's temporary
+                          folder; several GB)
+EDGELLM_QUALITY_CASES     names of CASES, separated by commas (default: all)
+EDGELLM_QUALITY_MODELS    smollm2-135m,gemma3-270m (default: both)
+EDGELLM_QUALITY_TOKENS    calibration tokens (default: 32768)
+EDGELLM_QUALITY_SCORED    scored tokens at least (default: 16384)
+EDGELLM_QUALITY_AGAIN     1 measures the named cases anew
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from acceptance.harness import Figure
+from acceptance.llama_cpp_tools import VERSION, tool
+from acceptance.quality_text import calibration_text, held_out_windows
+from edgellm_models.checkpoint import open_checkpoint
+from edgellm_models.checkpoint.reader import Checkpoint
+from edgellm_models.network.build import LayerLoader
+from edgellm_models.tokenizer import load_chat_templates, load_tokenizer
+from edgellm_quantize.api import quantize_model
+from edgellm_quantize.capture import open_stream
+from edgellm_quantize.grids import IntegerGrid, dequantize
+from edgellm_quantize.layer_rounding import CorePlan, uniform_grids
+from edgellm_quantize.overlay import OverlayCheckpoint
+from edgellm_quantize.recipe import CalibrationSpec, QuantizeJob, QuantizeRecipe
+from edgellm_quantize.rounding import RoundingOptions
+from tests.support.dense_twin import write_twin_gguf
+from tests.support.real_models import REAL_MODELS, real_model
+
+WINDOW, UNSCORED = 512, 128
+_AT_ONCE = 8
+"""Windows that run at once."""
+_HEAD_ROWS = 256
+PROMISES = (
+    ("Q4_K_M", "llama Q4_K_M", 0.75),
+    ("Q3_K_M", "llama Q3_K_M", 0.7),
+    ("gptq 4", "rtn 4", 0.35),
+    ("gptq 4", "plain gptq 4", 0.85),
+    ("gptq 3", "plain gptq 3", 0.7),
+    ("awq", "rtn 4 asymmetric", 0.5),
+    ("awq", "awq identity", 0.95),
+    ("target-bpw", "Q4_K_M", 0.95),
+    ("self Q4_K_M", "Q4_K_M", 1.15),
+)
+"""(case, over case, at most)."""
+
+
+@dataclass
+class Bench:
+    """One model's twin, text and results."""
+
+    model: str
+    folder: Path
+    tokens: int
+    scored: int
+
+    @property
+    def twin(self) -> Path:
+        return self.folder / "twin.gguf"
+
+    @property
+    def text(self) -> Path:
+        return self.folder / f"calibration-{self.tokens}.txt"
+
+    def out(self, case: str) -> Path:
+        return self.folder / f"{case.replace(' ', '-')}-{self.tokens}"
+
+    def calibration(self) -> CalibrationSpec:
+        """All of the text, in windows as llama-imatrix cuts them."""
+        return CalibrationSpec("file", self.text, samples=1_000_000, sequence_length=WINDOW)
+
+    def prepare(self) -> None:
+        """Make the twin and the text where they are missing."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not self.twin.exists():
+            partial = self.folder / ".twin.partial"
+            write_twin_gguf(real_model(self.model), partial).replace(self.twin)
+        if not self.text.exists():
+            with _opened(self.twin) as checkpoint:
+                self.text.write_text(calibration_text(_encoder(checkpoint), self.tokens), encoding="utf-8")
+
+
+Made = tuple[Callable[[], Checkpoint], dict[str, Any]]
+"""What opens the model that came out, and what there is to say of it."""
+
+
+def ours(**options: Any) -> Callable[[Bench, str], Made]:
+    """A file or folder by the front door of the toolkit."""
+
+    def make(bench: Bench, case: str) -> Made:
+        out = bench.out(case)
+        spec = bench.calibration()
+        generate = None
+        if options.pop("own_text", False):
+            from edgellm.cli.quantize import own_writing
+
+            spec = CalibrationSpec("self", samples=-(-bench.tokens // WINDOW), sequence_length=WINDOW)
+            generate = own_writing(bench.twin)
+        if options.get("target_bpw") == "Q4_K_M":
+            options["target_bpw"] = _bits(bench, "Q4_K_M")
+        note = out.with_name(out.name + ".json")
+        if not (out.exists() and note.exists()):
+            job = QuantizeJob(bench.twin, out, QuantizeRecipe(**options), spec, generate=generate)
+            report = quantize_model(job)
+            found = {"bpw": report.bits_per_weight, "bytes": report.nbytes, "seconds": report.seconds}
+            note.write_text(json.dumps(found), encoding="utf-8")
+        return lambda: open_checkpoint(out), json.loads(note.read_text(encoding="utf-8"))
+
+    return make
+
+
+def llama(type_name: str) -> Callable[[Bench, str], Made]:
+    """llama-quantize with llama-imatrix of the same text."""
+
+    def make(bench: Bench, case: str) -> Made:
+        imatrix = bench.folder / f"imatrix-{bench.tokens}.gguf"
+        threads = str(len(os.sched_getaffinity(0)))
+        if not imatrix.exists():
+            command = [tool("llama-imatrix"), "-m", bench.twin, "-f", bench.text, "-o", imatrix]
+            command += ["-c", str(WINDOW), "-b", str(WINDOW), "--no-ppl", "-t", threads]
+            subprocess.run(list(map(str, command)), check=True, capture_output=True)
+        out = bench.out(case)
+        began = time.perf_counter()
+        command = [tool("llama-quantize"), "--imatrix", imatrix, bench.twin, out, type_name, threads]
+        subprocess.run(list(map(str, command)), check=True, capture_output=True)
+        seconds = time.perf_counter() - began
+        with _opened(out) as checkpoint:
+            sizes = checkpoint.tensors()
+            weights = sum(torch.Size(info.shape).numel() for info in sizes.values())
+            nbytes = out.stat().st_size
+        detail = {"bpw": 8 * nbytes / weights, "bytes": nbytes, "seconds": seconds, "peer": VERSION}
+        return lambda: open_checkpoint(out), detail
+
+    return make
+
+
+def baseline(method: str, bits: int, symmetric: bool = True, *, usual: bool = True) -> Callable[..., Made]:
+    """A published recipe computed here: the peers' grid, and GPTQ with columns ordered within groups.
+
+    ``usual`` False keeps our own search, for the comparison with AWQ's identity.
+    """
+
+    def make(bench: Bench, case: str) -> Made:
+        from edgellm_quantize.calibration import calibration_tokens
+        from edgellm_quantize.job import run_core
+
+        base = open_checkpoint(bench.twin)
+        grid = IntegerGrid(bits, 64, symmetric, min_zero=1 if symmetric else 0)
+        options = RoundingOptions(candidates=0) if usual else RoundingOptions(descent_passes=1)
+        plan = CorePlan(uniform_grids(base, grid), method, options, 0.0 if usual else 0.25)
+        tokenizer = load_tokenizer(base.path, base.file_format, base.metadata)
+        vocab = base.tensors()["token_embd.weight"].shape[0]
+        tokens = None if method == "rtn" else calibration_tokens(bench.calibration(), tokenizer, vocab)
+        overlay = OverlayCheckpoint(base)
+        began = time.perf_counter()
+        with tempfile.TemporaryDirectory(dir=bench.folder) as work:
+            result = run_core(base, plan, Path(work) / "core", tokens)
+            seconds = time.perf_counter() - began
+            for layer in result.layers():
+                overlay.replaced |= layer.changed
+                overlay.replaced |= {n: dequantize(o.weight) for n, o in layer.outcomes.items()}
+        return lambda: overlay, {"bits of linears": grid.bits_per_weight(64 * 9), "seconds": seconds}
+
+    return make
+
+
+_INTEGERS: dict[str, Any] = {"format": "gptq", "group_size": 64}
+CASES: dict[str, Callable[[Bench, str], Made]] = {
+    "Q4_K_M": ours(type="Q4_K_M"),
+    "llama Q4_K_M": llama("Q4_K_M"),
+    "Q3_K_M": ours(type="Q3_K_M"),
+    "llama Q3_K_M": llama("Q3_K_M"),
+    "gptq 4": ours(**_INTEGERS, bits=4),
+    "rtn 4": baseline("rtn", 4),
+    "plain gptq 4": baseline("gptq", 4),
+    "gptq 3": ours(**_INTEGERS, bits=3, checkpoint_format="gptq_v2"),
+    "plain gptq 3": baseline("gptq", 3),
+    "rtn 4 asymmetric": baseline("rtn", 4, symmetric=False),
+    "awq identity": baseline("gptq", 4, symmetric=False, usual=False),
+    "awq": ours(format="awq", group_size=64),
+    "target-bpw": ours(target_bpw="Q4_K_M"),
+    "self Q4_K_M": ours(own_text=True),
+}
+
+
+class _opened:
+    def __init__(self, path: Path) -> None:
+        self.checkpoint = open_checkpoint(path)
+
+    def __enter__(self) -> Checkpoint:
+        return self.checkpoint
+
+    def __exit__(self, *_: object) -> None:
+        self.checkpoint.close()
+
+
+def _encoder(checkpoint: Checkpoint) -> Callable[[str], list[int]]:
+    tokenizer = load_tokenizer(checkpoint.path, checkpoint.file_format, checkpoint.metadata)
+    return lambda text: tokenizer.encode(text, add_special=False, parse_special=True)
+
+
+def _bits(bench: Bench, case: str) -> float:
+    note = bench.out(case).with_name(bench.out(case).name + ".json")
+    if not note.exists():
+        CASES[case](bench, case)
+    return float(json.loads(note.read_text(encoding="utf-8"))["bpw"])
+
+
+def hidden_states(checkpoint: Checkpoint, windows: Sequence[Sequence[int]]) -> torch.Tensor:
+    """f32 [windows, scored, hidden] before the last norm, in f32 weights and activations."""
+    loader = LayerLoader(checkpoint)
+    stream = open_stream(loader, windows, _AT_ONCE * WINDOW)
+    for index in range(loader.spec.num_layers):
+        stream.forward(loader.layer(index), index)
+    hidden = torch.cat([part.view(-1, WINDOW, loader.spec.hidden_size) for part in stream.state()])
+    return hidden[:, UNSCORED:].contiguous()
+
+
+def divergences(
+    twin: Checkpoint, wanted: torch.Tensor, model: Checkpoint, found: torch.Tensor
+) -> torch.Tensor:
+    """KL(twin || model) of every scored token [windows, scored]; logits are made a few rows at a time."""
+    heads = []
+    for checkpoint, hidden in ((twin, wanted), (model, found)):
+        loader = LayerLoader(checkpoint)
+        norm = loader.output_norm()
+        head = loader.head()
+        heads.append((loader, norm, head, hidden.view(-1, hidden.shape[-1])))
+    rows = []
+    for start in range(0, len(heads[0][3]), _HEAD_ROWS):
+        logs = []
+        for loader, norm, head, hidden in heads:
+            part = hidden[start : start + _HEAD_ROWS]
+            prepared, _ = loader.kernels.add_rms_norm(None, part, norm, loader.spec.rms_eps)
+            logits = loader.kernels.lm_head(prepared, head, loader.spec.final_softcap)
+            logs.append(logits.float().log_softmax(-1))
+        rows.append((logs[0].exp() * (logs[0] - logs[1])).sum(-1))
+    return torch.cat(rows).view(wanted.shape[:2])
+
+
+def _measure(bench: Bench, case: str) -> dict[str, Any]:
+    """Mean KL and its standard error over windows, whose tokens are not independent of each other."""
+    opener, detail = CASES[case](bench, case)
+    with _opened(bench.twin) as twin:
+        templates = load_chat_templates(twin.path, twin.file_format, twin.metadata)
+        windows, kinds = held_out_windows(_encoder(twin), templates, bench.scored, WINDOW, UNSCORED)
+        reference = bench.folder / f"reference-{len(windows)}.pt"
+        if not reference.exists():
+            torch.save(hidden_states(twin, windows), reference)
+        wanted = torch.load(reference, weights_only=True)
+        model = opener()
+        try:
+            found = divergences(twin, wanted, model, hidden_states(model, windows))
+        finally:
+            model.close()
+    means = found.mean(1).double()
+    by_kind = {
+        kind: float(means[[i for i, k in enumerate(kinds) if k == kind]].mean())
+        for kind in sorted(set(kinds))
+    }
+    return detail | {
+        "kl": float(means.mean()),
+        "standard_error": float(means.std()) / len(means) ** 0.5,
+        "by_kind": by_kind,
+        "scored": found.numel(),
+        "calibration_tokens": bench.tokens,
+    }
+
+
+def run() -> Iterator[Figure]:
+    chosen = os.environ.get("EDGELLM_QUALITY_CASES", ",".join(CASES)).split(",")
+    default = Path(tempfile.gettempdir()) / "edgellm-quality"
+    root = Path(os.environ.get("EDGELLM_QUALITY_FOLDER", default))
+    tokens = int(os.environ.get("EDGELLM_QUALITY_TOKENS", "32768"))
+    scored = int(os.environ.get("EDGELLM_QUALITY_SCORED", "16384"))
+    for model in os.environ.get("EDGELLM_QUALITY_MODELS", ",".join(REAL_MODELS)).split(","):
+        bench = Bench(model, root / model, tokens, scored)
+        bench.prepare()
+        store = bench.folder / "cases.json"
+        done: dict[str, Any] = json.loads(store.read_text(encoding="utf-8")) if store.exists() else {}
+        for case in chosen:
+            key = f"{case}, {tokens} tokens, {scored} scored"
+            if key not in done or os.environ.get("EDGELLM_QUALITY_AGAIN") == "1":
+                done[key] = _measure(bench, case)
+                partial = store.with_suffix(".partial")
+                partial.write_text(json.dumps(done, indent=1), encoding="utf-8")
+                partial.replace(store)
+            entry = done[key]
+            size = f", {entry['bpw']:.3f} bits per weight" if "bpw" in entry else ""
+            unit = f"nats ± {entry['standard_error']:.2g}{size}"
+            name = f"{model}: KL from the twin, {case}"
+            yield Figure(name, entry["kl"], unit, "none", True, entry.get("peer", ""), entry)
+        suffix = f", {tokens} tokens, {scored} scored"
+        for mine, theirs, most in PROMISES:
+            if mine in chosen and mine + suffix in done and theirs + suffix in done:
+                ratio = done[mine + suffix]["kl"] / done[theirs + suffix]["kl"]
+                name = f"{model}: KL of {mine} over {theirs}"
+                shared = {"calibration_tokens": tokens, "scored": done[mine + suffix]["scored"]}
+                yield Figure(name, ratio, "", f"at most {most}", ratio <= most, detail=shared)

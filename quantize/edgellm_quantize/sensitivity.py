@@ -1,0 +1,267 @@
+"""What each type costs each tensor: its error, times the loss that the model shows for such errors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from edgellm_kernels.ggml_types import GGML_TYPES_BY_NAME
+from edgellm_quantize.hf_tensors import is_block_linear
+from edgellm_quantize.recipe import GGUF_DENSE_TYPES, TENSOR_TYPES
+from edgellm_quantize.type_budget import TypeOption
+
+if TYPE_CHECKING:
+    import torch
+
+    from edgellm_models.checkpoint.reader import Checkpoint
+    from edgellm_models.network.build import LayerLoader
+    from edgellm_quantize.capture import Stream
+    from edgellm_quantize.imatrix_file import ImportanceMatrix
+
+Array = np.ndarray[Any, Any]
+
+_SAMPLE_WEIGHTS = 1 << 19
+"""Weights of a tensor that are encoded to learn the error of a type."""
+_REFERENCE = "Q4_0"
+"""The type whose loss is measured; small errors cost in proportion, so other types follow from theirs."""
+_TOKENS = 1024
+_LENGTH = 256
+_SCORED_EVERY = 4
+"""Of the tokens that run, how many have their logits compared: a large vocabulary costs more than layers."""
+_LAYERS = 10
+"""Layers whose tensors are measured; those between are interpolated."""
+_HEAD_ROWS = 64
+_F16_ERROR = 2.0**-24
+_WIDE = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0")
+_NARROW = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """What rounding a tensor costs."""
+
+    loss: Mapping[str, float]
+    """Tensor name -> loss per unit of relative squared error. Nats of KL divergence where ``measured``."""
+    measured: bool
+
+
+def candidate_types(columns: int) -> tuple[str, ...]:
+    """The types that rows of ``columns`` weights can have, smallest first."""
+    if columns % GGML_TYPES_BY_NAME["Q4_K"].block_elements == 0:
+        return (*_WIDE, "F16")
+    return (*_NARROW, "F16") if columns % GGML_TYPES_BY_NAME["Q8_0"].block_elements == 0 else ("F16",)
+
+
+def type_options(
+    checkpoint: Checkpoint,
+    names: Sequence[str],
+    sensitivity: Sensitivity,
+    importance: ImportanceMatrix | None = None,
+    on_progress: Callable[[float], None] = lambda done: None,
+) -> dict[str, list[TypeOption]]:
+    """Every candidate type of each matrix with its bytes and its loss.
+
+    Errors are those of the fast search on a sample of rows, weighted by column with ``importance``. A type
+    that the source holds already costs nothing.
+    """
+    options: dict[str, list[TypeOption]] = {}
+    for place, name in enumerate(names):
+        on_progress(place / len(names))
+        info = checkpoint.tensors()[name]
+        weights = None if importance is None else importance.column_weights(name, info.shape[-1])
+        rows = _sample(_dense(checkpoint, name))
+        count, columns = math.prod(info.shape[:-1]), info.shape[-1]
+        found = []
+        for kind in candidate_types(columns):
+            error = _F16_ERROR if kind == "F16" else relative_error(rows, kind, weights)
+            found.append(TypeOption(kind, _nbytes(kind, count, columns), error * sensitivity.loss[name]))
+        if info.type_name in TENSOR_TYPES and info.type_name != "F32":
+            found = [option for option in found if option.type_name != info.type_name]
+            found.append(TypeOption(info.type_name, _nbytes(info.type_name, count, columns), 0.0))
+        options[name] = found
+    return options
+
+
+def structural_sensitivity(names: Sequence[str], num_layers: int) -> Sensitivity:
+    """Without running the model: layers share the stream evenly; embedding and head count whole."""
+    return Sensitivity({name: 1.0 / num_layers if is_block_linear(name) else 1.0 for name in names}, False)
+
+
+def measured_sensitivity(
+    checkpoint: Checkpoint,
+    names: Sequence[str],
+    sequences: Sequence[Sequence[int]],
+    on_progress: Callable[[float], None] = lambda done: None,
+) -> Sensitivity:
+    """KL divergence of the model's answers when one matrix alone is rounded, for each of ``names``.
+
+    All variants of the residual stream move through the layers together, so each layer is loaded once for
+    them and few layers are in memory.
+    """
+    from edgellm_models.network.build import LayerLoader
+    from edgellm_quantize.capture import open_stream
+    from edgellm_quantize.overlay import OverlayCheckpoint
+
+    loader = LayerLoader(checkpoint)
+    count = loader.spec.num_layers
+    chosen = sampled_layers(count)
+    shown = _short(sequences)
+    base = open_stream(loader, shown, _TOKENS)
+    rounded, errors = OverlayCheckpoint(checkpoint), {}
+    variants: dict[str, Stream] = {}
+
+    def replace(name: str) -> LayerLoader:
+        weight = _dense(checkpoint, name)
+        values = _rounded(weight.numpy(), _REFERENCE)
+        errors[name] = float(np.square(values - weight.numpy()).sum() / max(1e-30, weight.square().sum()))
+        rounded.replaced = {name: _as_tensor(values)}
+        return LayerLoader(rounded)
+
+    fitting = [name for name in names if _is_fitting(checkpoint.tensors()[name].shape[-1])]
+    heads = [name for name in fitting if not is_block_linear(name)]
+    if "token_embd.weight" in heads:
+        variants["token_embd.weight"] = open_stream(replace("token_embd.weight"), shown, _TOKENS)
+    for index in range(count):
+        on_progress(index / (count + 1))
+        layer = loader.layer(index)
+        before = base.copy()
+        base.forward(layer, index)
+        for stream in variants.values():
+            stream.forward(layer, index)
+        if index in chosen:
+            for name in fitting:
+                if name.startswith(f"blk.{index}."):
+                    variants[name] = before.copy()
+                    variants[name].forward(replace(name).layer(index), index)
+    on_progress(count / (count + 1))
+    if "output.weight" in heads:
+        replace("output.weight")  # for its error; the stream before it is the model's own
+        variants["output.weight"] = base.copy()
+    states = {name: _scored(stream) for name, stream in variants.items()}
+    losses = _divergences(loader, checkpoint, _scored(base), states, rounded_head=_head_name(loader))
+    per_error = {name: max(loss, 1e-12) / max(errors[name], 1e-12) for name, loss in losses.items()}
+    return Sensitivity(_filled(per_error, names, count), True)
+
+
+def _divergences(
+    loader: LayerLoader,
+    checkpoint: Checkpoint,
+    base: torch.Tensor,
+    states: Mapping[str, torch.Tensor],
+    rounded_head: str,
+) -> dict[str, float]:
+    """Mean KL(base || state) of every variant; the one that is named ``rounded_head`` has a rounded head."""
+    from edgellm_kernels.weights import DenseWeight
+
+    kernels, norm = loader.kernels, loader.output_norm()
+    head = _dense(checkpoint, rounded_head)
+    heads = {False: DenseWeight(head)}
+    if rounded_head in states:
+        heads[True] = DenseWeight(_as_tensor(_rounded(head.numpy(), _REFERENCE)))
+
+    def logs(hidden: torch.Tensor, rounded: bool) -> torch.Tensor:
+        prepared, _ = kernels.add_rms_norm(None, hidden, norm, loader.spec.rms_eps)
+        return kernels.lm_head(prepared, heads[rounded], loader.spec.final_softcap).float().log_softmax(-1)
+
+    losses = dict.fromkeys(states, 0.0)
+    for start in range(0, len(base), _HEAD_ROWS):
+        rows = slice(start, start + _HEAD_ROWS)
+        wanted = logs(base[rows], False)
+        shares = wanted.exp()
+        for name, state in states.items():
+            losses[name] += float((shares * (wanted - logs(state[rows], name == rounded_head))).sum())
+    return {name: loss / len(base) for name, loss in losses.items()}
+
+
+def sampled_layers(count: int) -> list[int]:
+    """The first, the last and evenly spaced ones between, about ten."""
+    if count <= _LAYERS:
+        return list(range(count))
+    return sorted({round(i * (count - 1) / (_LAYERS - 1)) for i in range(_LAYERS)})
+
+
+def relative_error(rows: Array, kind: str, importance: Array | None) -> float:
+    """Weighted squared error of ``rows`` f32 [n, k] in a block type, over their weighted squares."""
+    weights = 1.0 if importance is None else importance / max(float(importance.mean()), 1e-30)
+    below = float((weights * np.square(rows)).sum())
+    return float((weights * np.square(_rounded(rows, kind, importance) - rows)).sum()) / max(below, 1e-30)
+
+
+def _rounded(rows: Array, kind: str, importance: Array | None = None) -> Array:
+    import torch
+
+    from edgellm_kernels.ggml_blocks import dequantize
+    from edgellm_kernels.weights import BlockLayout
+    from edgellm_quantize.kquant_codec import encode_rows
+
+    data = encode_rows(rows, kind, importance, "fast").data
+    decoded: Array = dequantize(torch.from_numpy(data), BlockLayout(kind), rows.shape[1]).numpy()
+    return decoded
+
+
+def _as_tensor(values: Array) -> torch.Tensor:
+    import torch
+
+    return torch.from_numpy(values)
+
+
+def _dense(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+    from edgellm_quantize.grids import dequantize
+
+    return dequantize(checkpoint.weight(name)).float().contiguous()
+
+
+def _sample(weight: torch.Tensor) -> Array:
+    """Rows spread over the whole matrix."""
+    step = max(1, weight.numel() // _SAMPLE_WEIGHTS)
+    rows: Array = weight[::step].contiguous().numpy()
+    return rows
+
+
+def _nbytes(kind: str, rows: int, columns: int) -> int:
+    if kind in GGUF_DENSE_TYPES:
+        return rows * columns * (4 if kind == "F32" else 2)
+    return rows * GGML_TYPES_BY_NAME[kind].row_bytes(columns)
+
+
+def _is_fitting(columns: int) -> bool:
+    return columns % GGML_TYPES_BY_NAME[_REFERENCE].block_elements == 0
+
+
+def _head_name(loader: LayerLoader) -> str:
+    return "token_embd.weight" if loader.spec.tied_embeddings else "output.weight"
+
+
+def _short(sequences: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    """The beginnings of some sequences, spread over all of them."""
+    step = max(1, len(sequences) * _LENGTH // _TOKENS)
+    return [sequence[:_LENGTH] for sequence in sequences[::step]][: _TOKENS // _LENGTH]
+
+
+def _scored(stream: Stream) -> torch.Tensor:
+    import torch
+
+    return torch.cat(stream.real_state())[::_SCORED_EVERY]
+
+
+def _filled(measured: Mapping[str, float], names: Sequence[str], num_layers: int) -> dict[str, float]:
+    """Layers between measured ones by interpolation of the logarithm; what fits no block counts nothing."""
+    by_stem: dict[str, list[tuple[int, float]]] = {}
+    for name, value in measured.items():
+        if is_block_linear(name):
+            _, index, stem, _ = name.split(".")
+            by_stem.setdefault(stem, []).append((int(index), math.log(value)))
+    filled = {}
+    for name in names:
+        if name in measured:
+            filled[name] = measured[name]
+        elif is_block_linear(name) and (points := by_stem.get(name.split(".")[2])):
+            places, logs = zip(*sorted(points), strict=True)
+            filled[name] = float(np.exp(np.interp(int(name.split(".")[1]), places, logs)))
+        else:
+            filled[name] = 1.0 / num_layers
+    return filled

@@ -1,0 +1,117 @@
+"""Types for a file of a wanted size: settles what is fixed, measures the rest, spends the bits."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edgellm_kernels.ggml_types import GGML_TYPES_BY_NAME
+from edgellm_models.checkpoint.json_files import read_json_object
+from edgellm_models.errors import BadInputError, Notice, OutputError, UsageError
+from edgellm_quantize.kquant_mix import FILE_TYPE_IDS, Mixture, is_quantized
+from edgellm_quantize.recipe import GGUF_DENSE_TYPES, TENSOR_TYPES
+from edgellm_quantize.sensitivity import measured_sensitivity, structural_sensitivity, type_options
+from edgellm_quantize.type_budget import TypeOption, choose_under_budget
+
+if TYPE_CHECKING:
+    from edgellm_quantize.gguf_source import GGUFSource
+    from edgellm_quantize.imatrix_file import ImportanceMatrix
+
+_MEASURING_SHARE = 0.7
+"""Of the time that choosing takes, where the model runs for it."""
+
+
+def choose_for_size(
+    model: GGUFSource,
+    target_bpw: float,
+    *,
+    pinned: Mapping[str, str] | None = None,
+    importance: ImportanceMatrix | None = None,
+    sequences: Sequence[Sequence[int]] | None = None,
+    on_progress: Callable[[float], None] = lambda done: None,
+) -> Mixture:
+    """The types with the least loss whose tensors together take ``target_bpw`` bits per weight or less.
+
+    Args:
+        pinned: tensors whose type the user has named.
+        importance: weights of the columns in the errors.
+        sequences: token ids on which the model shows what an error of each matrix costs; None takes the
+            errors of the weights alone, and a notice says so.
+
+    UsageError where even the smallest types take more.
+    """
+    pinned = pinned or {}
+    checkpoint = model.checkpoint
+    names = [t.name for t in model.tensors if is_quantized(t.name, t.shape) and t.name not in pinned]
+    fixed = {
+        t.name: pinned.get(t.name, "F32")
+        for t in model.tensors
+        if t.name in pinned or not is_quantized(t.name, t.shape)
+    }
+    share = _MEASURING_SHARE if sequences else 0.0
+    if sequences:
+        sensitivity = measured_sensitivity(checkpoint, names, sequences, lambda d: on_progress(share * d))
+    else:
+        sensitivity = structural_sensitivity(names, model.shape.num_layers)
+        detail = (
+            "without calibration the model does not run: types are chosen by the error of the weights alone, "
+            "as if all layers mattered alike; a calibration text gives a better choice"
+        )
+        model.notices.append(Notice("sensitivity_not_measured", detail))
+    options = type_options(
+        checkpoint, names, sensitivity, importance, lambda d: on_progress(share + (1 - share) * d)
+    )
+    for tensor in model.tensors:
+        if tensor.name in fixed:
+            size = nbytes(tensor.shape, fixed[tensor.name])
+            options[tensor.name] = [TypeOption(fixed[tensor.name], size, 0.0)]
+    budget = math.floor(target_bpw * model.num_weights / 8)
+    least = sum(min(option.nbytes for option in found) for found in options.values())
+    if least > budget:
+        raise UsageError(
+            f"a target of {target_bpw:g} bits per weight cannot be met: the smallest types that fit this "
+            f"model's rows take {8 * least / model.num_weights:.3f}"
+        )
+    chosen = choose_under_budget(options, budget).types
+    types = {tensor.name: chosen[tensor.name] for tensor in model.tensors}
+    return Mixture(_file_type(model, types), types, (), tuple(pinned))
+
+
+def nbytes(shape: tuple[int, ...], kind: str) -> int:
+    """Bytes of a tensor in a type."""
+    if kind in GGUF_DENSE_TYPES:
+        return math.prod(shape) * (4 if kind == "F32" else 2)
+    return GGML_TYPES_BY_NAME[kind].row_bytes(shape[-1]) * math.prod(shape[:-1])
+
+
+def write_types(path: Path, mixture: Mixture) -> None:
+    """Keep what was chosen beside the work folder, for a resumed job."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(json.dumps({"file_type": mixture.type_name, "types": mixture.tensors}), "utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise OutputError(f"{path}: the chosen types cannot be written: {error.strerror}") from error
+
+
+def read_types(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> Mixture:
+    """What ``write_types`` wrote. BadInputError where it is of another model or damaged."""
+    found = read_json_object(path)
+    types, name = found.get("types"), found.get("file_type")
+    fits = isinstance(types, dict) and set(types) == set(shapes) and set(types.values()) <= {*TENSOR_TYPES}
+    if not fits or not isinstance(types, dict) or not isinstance(name, str) or name not in FILE_TYPE_IDS:
+        raise BadInputError(f"{path}: these types are of another job: begin anew without resuming")
+    return Mixture(name, {tensor: types[tensor] for tensor in shapes}, (), ())
+
+
+def _file_type(model: GGUFSource, types: Mapping[str, str]) -> str:
+    """The mixture that general.file_type names: the one of the type that most weights have."""
+    weights: Counter[str] = Counter()
+    for tensor in model.tensors:
+        weights[types[tensor.name]] += math.prod(tensor.shape)
+    most = weights.most_common(1)[0][0]
+    return next(name for name in (f"{most}_M", most) if name in FILE_TYPE_IDS)
