@@ -88,7 +88,7 @@ def test_an_edited_question_and_thinking_are_found(store: HistoryStore) -> None:
     assert hit.excerpt == "Perhaps an okapi?" and hit.marks == ((11, 16),)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(text=st.one_of(st.text(max_size=40), st.text("quickbrown 50%", max_size=12)))
 def test_no_query_is_an_error(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.getbasetemp() / "any-query"

@@ -47,7 +47,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(steps=STEPS)
 def test_every_sequence_of_edits_answers_and_branches_is_as_the_model_says(
     steps: list[tuple[str, int]],
