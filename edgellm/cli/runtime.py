@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from edgellm.engine.async_engine import AsyncEngine
     from edgellm.engine.engine import Engine
     from edgellm.engine.saved_kv import KVIdentity
+    from edgellm.runner.embedder import Embedding
     from edgellm.runner.model_runner import ModelRunner
     from edgellm_kernels.batch import KVStorage
     from edgellm_models.checkpoint.reader import Checkpoint
@@ -74,6 +75,8 @@ class Runtime:
     """Bytes of K and V that a decode step reads of a sequence of so many tokens, windows counted."""
     num_threads: int = 1
     """Threads that compute."""
+    embedding: Callable[[Sequence[int]], Embedding] | None = field(default=None, repr=False)
+    """Starts the embedding of a text (runner/embedder.py)."""
     _service: AsyncEngine | None = field(default=None, repr=False)
 
     @property
@@ -84,6 +87,15 @@ class Runtime:
 
             self._service = AsyncEngine(self.core)
         return self._service
+
+    def embed(self, token_ids: Sequence[int], pooling: str) -> list[float]:
+        """The pooled hidden states of a text, ``mean`` or ``last``. Between the engine's steps, so not from
+        its own thread nor from an event loop."""
+        assert self.embedding is not None
+        run = self.embedding(token_ids)
+        while not self.engine.call(run.step):
+            pass
+        return run.pooled(pooling)
 
     def client(self, *, plain_fallback: bool = False, kv_policy: str = "stop") -> LocalClient:
         """A conversation partner over this model's engine; ``kv_policy`` as in LocalClient.
@@ -139,6 +151,7 @@ def load_runtime(
     from edgellm.cache.prefix_index import cache_key
     from edgellm.engine.engine import MAX_RUNNING, PREFILL_CHUNK, Engine
     from edgellm.engine.stats import StatsRecorder
+    from edgellm.runner.embedder import Embedding
     from edgellm.runner.model_runner import ModelRunner
     from edgellm.runner.step_program import StepProgram, choose_program
     from edgellm_kernels.native_threads import num_threads, set_threads
@@ -262,6 +275,7 @@ def load_runtime(
         runner=runner,
         kv_read_bytes=partial(_kv_read_bytes, spec, kv),
         num_threads=threads,
+        embedding=partial(Embedding, decoder, device=device),
     )
 
 

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from edgellm.server.api_errors import ApiError, api_error, to_json
+from edgellm.server.embedding_routes import EmbeddingRoutes
 from edgellm.server.gate import Application
 from edgellm.server.generation_routes import GenerationRoutes
 from edgellm.server.metrics import ServerMetrics
@@ -36,6 +37,8 @@ def make_application(host: ModelHost, settings: ServerSettings, metrics: ServerM
         "/v1/models/{model:path}": {"GET": models.one_model},
         "/v1/chat/completions": {"POST": generation.chat},
         "/v1/completions": {"POST": generation.completion},
+        "/v1/responses": {"POST": generation.responses},
+        "/v1/embeddings": {"POST": EmbeddingRoutes(host, settings, metrics).embeddings},
         "/tokenize": {"POST": models.tokenize},
         "/detokenize": {"POST": models.detokenize},
         "/apply-template": {"POST": models.apply_template},

@@ -23,6 +23,8 @@ from edgellm.server.completion_schema import read_completion
 from edgellm.server.fields import read_object
 from edgellm.server.metrics import ServerMetrics
 from edgellm.server.model_host import ModelHost, ServedModel
+from edgellm.server.responses_answers import ResponsesAnswers
+from edgellm.server.responses_schema import read_responses
 from edgellm.server.settings import ServerSettings
 from edgellm.server.sse import DONE, EventStream, event, until_client_leaves
 
@@ -86,6 +88,24 @@ class GenerationRoutes:
             answering, chat.options, model.tokenizer, model.info.name, prepared.kv_policy, prepared.notices
         )
         return answers, answering
+
+    async def responses(self, request: Request) -> Response:
+        """POST /v1/responses: a chat completion in another form. Nothing is stored."""
+        body = read_object(await request.body())
+        return await until_client_leaves(request.receive, self._responses(body))
+
+    async def _responses(self, body: dict[str, Any]) -> Response:
+        async with contextlib.AsyncExitStack() as stack:
+            model = await stack.enter_async_context(self._host.lend(0))
+            chat = read_responses(body, model.sampling, strict=self._settings.strict)
+            check_model(chat.options.model, model)
+            await stack.enter_async_context(self._host.lend(1))
+            prepared = await self.prepare(model, chat)
+            _, answering = self.chat_answers(model, chat, prepared)
+            answers = ResponsesAnswers(
+                answering, chat.options, model.info.name, prepared.kv_policy, prepared.notices
+            )
+            return await self.respond(answers, answering, chat.options.stream, stack)
 
     async def completion(self, request: Request) -> Response:
         """POST /v1/completions."""
@@ -151,7 +171,7 @@ async def chunk_events(answers: Answers) -> AsyncIterator[bytes]:
     try:
         async for chunk in chunks:
             failed = "error" in chunk
-            yield event(chunk)
+            yield event(chunk, chunk.get("type"))
     except ApiError as error:
         failed = True
         yield event(error.body())
@@ -169,5 +189,5 @@ async def chunk_events(answers: Answers) -> AsyncIterator[bytes]:
         yield event(ApiError(500, text, kind="server_error", code="internal_error").body())
     finally:
         await chunks.aclose()  # type: ignore[attr-defined]
-    if not failed:
+    if not failed and not answers.id.startswith("resp_"):  # that API ends with a typed event instead
         yield DONE

@@ -7,7 +7,7 @@ import contextlib
 import enum
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from edgellm.chat.request import chat_encoder
@@ -49,6 +49,8 @@ class ServedModel:
     """Answers that run at once; more wait."""
     kv_policy: str = "stop"
     vocab_size: int = 0
+    embed: Callable[[Sequence[int], str], list[float]] | None = None
+    """Ids and pooling to a vector; from a worker thread."""
     template_error: str | None = None
     """Why its chat template cannot be used."""
     close: Callable[[], None] = lambda: None

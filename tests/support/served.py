@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from edgellm.cache.kv_manager import KVManager
@@ -180,3 +181,15 @@ def events_of(text: str) -> list[Any]:
 
 def chat_body(text: str = "hello", **fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": [{"role": "user", "content": text}], **fields}
+
+
+def loaded_model(path: Path, **settings: Any) -> Scripted:
+    """A real model as ``edgellm serve`` loads it."""
+    from edgellm.cli.options import resolve_settings
+    from edgellm.cli.output import Output
+    from edgellm.cli.serve import ModelLoader
+    from edgellm_models.catalog import ResolvedModel
+
+    found = ResolvedModel(MODEL, path, None)
+    model = ModelLoader(found, resolve_settings(settings), Output(quiet=True), None)()
+    return Scripted(model, model.engine._engine, None)  # type: ignore[arg-type]

@@ -102,6 +102,18 @@ class Decoder:
             )
             return kernels.lm_head(prepared, self.weights.head, spec.final_softcap)
 
+    def hidden_states(self, rows: LastRows) -> torch.Tensor:
+        """The states f32 [rows, hidden] that the head reads: behind the output norm."""
+        with torch.no_grad():
+            prepared, _ = self.kernels.add_rms_norm(
+                rows.x,
+                rows.residual,
+                self.weights.output_norm,
+                self.spec.rms_eps,
+                self.weights.layers[-1].post_ffn_norm,
+            )
+            return prepared.values.float()
+
     def _run(self, batch: ForwardBatch, kv: Sequence[KVStorage]) -> LastRows:
         spec, kernels = self.spec, self.kernels
         groups = tuple(
