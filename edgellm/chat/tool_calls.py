@@ -180,7 +180,7 @@ class ToolCallParser:
                 self._held, self._state = self._held[place + len(tag) :], "call"
                 return
             keep = held_length(self._held, tag)
-            body = self._held[: len(self._held) - keep]
+            body = self._held[: len(self._held) - keep].rstrip()
             pieces.append(body)
             self._held = self._held[len(body) :]
         elif len(self._held) > MAX_CALL_CHARS:
