@@ -43,6 +43,10 @@ class ChatRecord:
         self._on_notice = on_notice
         self._system = system
         self._model_argument = model_argument
+        self._writer: AnswerWriter | None = None
+        self._text: list[str] = []
+        self._tool_calls: list[dict[str, Any]] = []
+        self._finished: Finished | None = None
         self.start_over()
 
     def start_over(self) -> None:
@@ -54,13 +58,12 @@ class ChatRecord:
         """Of the conversation, as its last answer counted them."""
         self._end_id: str | None = None
         """The saved message that the next question follows."""
-        self._writer: AnswerWriter | None = None
-        self._question: StoredMessage | None = None
         self._forget_answer()
 
     def take_up(self, store: ChatStore, chat: StoredChat) -> None:
         """Goes on with a saved chat, behind its last answer. A question that got no answer stays in the
         store, as a branch of its own."""
+        self._system = self._system or chat.system
         self.start_over()
         branch = list(store.branch(chat.id))
         while branch and not _is_answer(branch[-1]):
@@ -68,14 +71,12 @@ class ChatRecord:
         self._end_id = branch[-1].id if branch else None
         said = store.conversation(chat.id, self._end_id) if self._end_id else []
         self.messages = [*self.messages, *(m for m in said if m.role != "system")]
-        if not self._system and chat.system:
-            self.messages.insert(0, ChatMessage("system", chat.system))
         self.conversation_id = chat.id
         usages = [m.usage for m in branch if m.usage is not None]
         self.tokens = usages[-1].prompt_tokens + usages[-1].completion_tokens if usages else 0
         if self._store is not None:
             self.chat = chat
-            if self._system and self._system != chat.system:
+            if self._system != chat.system:
                 self._try(lambda: store.update_chat(chat.id, system=self._system))
 
     @property
@@ -119,9 +120,7 @@ class ChatRecord:
         return "".join(self._text)
 
     def _forget_answer(self) -> None:
-        self._text: list[str] = []
-        self._tool_calls: list[dict[str, Any]] = []
-        self._finished: Finished | None = None
+        self._text, self._tool_calls, self._finished = [], [], None
 
     def _begin(self, text: str, model: str, sampling: SamplingParams) -> None:
         assert self._store is not None
@@ -130,9 +129,9 @@ class ChatRecord:
             self.chat = self._store.create_chat(system=self._system, model=model, params=params)
             self.conversation_id = self.chat.id
         chat_id = self.chat.id
-        self._question = self._store.add_message(chat_id, ChatMessage("user", text), parent_id=self._end_id)
+        question = self._store.add_message(chat_id, ChatMessage("user", text), parent_id=self._end_id)
         self._writer = self._store.begin_answer(
-            chat_id, parent_id=self._question.id, model=model, sampling=sampling
+            chat_id, parent_id=question.id, model=model, sampling=sampling
         )
 
     def _end(self, error: str | None) -> None:

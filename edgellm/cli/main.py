@@ -17,7 +17,7 @@ from edgellm.cli.errors import Terminated, report, tell
 from edgellm.cli.options import EdgeOption
 from edgellm.cli.output import Output, current_output
 from edgellm.cli.standard_streams import EscapeWatch, occupy_streams
-from edgellm_models.errors import OutputError, UsageError
+from edgellm_models.errors import OutputError
 
 CONTEXT_SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
@@ -52,9 +52,6 @@ COMMANDS = {
 }
 """In the order of the help."""
 
-PLANNED: tuple[str, ...] = ()
-"""Commands of the published interface that are not in this version."""
-
 EXAMPLES = (
     'edgellm chat -p "What is the capital of France?"',
     "edgellm list",
@@ -86,8 +83,6 @@ class LazyGroup(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name in PLANNED:
-            raise UsageError(f"edgellm {cmd_name} is not in this version; edgellm --help lists the commands")
         row = COMMANDS.get(cmd_name)
         if row is None:
             return None

@@ -157,38 +157,6 @@ def json_option(function: Any) -> Any:
     return option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")(function)
 
 
-def planned_options(*declarations: str) -> Callable[[Any], Any]:
-    """Options of the published interface that only say that they are not in this version; not in the help.
-
-    A declaration is ``--name`` for a flag, ``--name VALUE`` for one with a value.
-    """
-
-    def refuse(ctx: click.Context, param: click.Parameter, value: Any) -> None:
-        if value in (None, False):
-            return
-        if ctx.get_parameter_source(param.name or "") is click.core.ParameterSource.ENVIRONMENT:
-            raise ConfigError(f"{param.envvar} is not in this version")
-        raise UsageError(f"{param.opts[0]} is not in this version")
-
-    def decorate(function: Any) -> Any:
-        for declaration in declarations:
-            name, _, metavar = declaration.partition(" ")
-            function = option(
-                name,
-                "planned_" + name.lstrip("-").replace("-", "_"),
-                is_flag=not metavar,
-                metavar=metavar or None,
-                default=None,
-                hidden=True,
-                expose_value=False,
-                callback=refuse,
-                help="Not in this version.",
-            )(function)
-        return function
-
-    return decorate
-
-
 def check_text(name: str, text: str) -> None:
     """BadInputError when a text of the command line was not UTF-8 (its bytes are then lone surrogates)."""
     if any("\ud800" <= character <= "\udfff" for character in text):

@@ -241,13 +241,14 @@ def converse(opening: Opening, session: ChatSession, system: str) -> int:
     try:
         with asyncio.Runner() as runner:
             backend, sampling = runner.run(partner.connect())
-            kv = ChatKV(kv_files(), session.on_notice)
-            runner.run(kv.load(backend, record.conversation_id, record.tokens))
             try:
-                return line_mode(runner, backend, record, sampling, session.output, opening.constraint)
-            finally:
+                kv = ChatKV(kv_files(), session.on_notice)
+                runner.run(kv.load(backend, record.conversation_id, record.tokens))
+                code = line_mode(runner, backend, record, sampling, session.output, opening.constraint)
                 if record.is_saved:
                     runner.run(kv.save(backend, record.conversation_id, record.tokens))
+                return code
+            finally:
                 runner.run(partner.disconnect(backend))
     finally:
         partner.close()

@@ -316,6 +316,41 @@ def test_line_mode_talks_stops_and_leaves_with_0(terminal: Start, tmp_path: Path
     assert second[2:] == [["assistant", "The capital "], ["user", "Two"]]
 
 
+def test_line_mode_saves_what_was_stopped_and_takes_it_up(terminal: Start, tmp_path: Path) -> None:
+    """H09 and H15: neither a stopped answer nor leaving loses anything; /new is another chat."""
+    record = tmp_path / "asked"
+    window = terminal("--plain", FAKE_SCRIPTS=HELD)
+    window.until("> ")
+    window.send("One\r")
+    window.until("The capital")
+    window.send("\x03")
+    window.until("stopped")
+    window.send("/new\r")
+    window.until("a new conversation")
+    window.send("Two\r")
+    window.until("Again.")
+    window.send("\x04")
+    assert window.end() == 0
+    window = terminal("--plain", "-c", FAKE_RECORD=str(record))
+    window.until("going on with chat")
+    window.until("> ")
+    window.send("Three\r")
+    window.until("Paris.")
+    window.send("\x04")
+    assert window.end() == 0
+    assert json.loads(record.read_text())["messages"] == [
+        ["user", "Two"],
+        ["assistant", "Again."],
+        ["user", "Three"],
+    ]
+    from edgellm.history.store import HistoryStore, chats_file
+    from edgellm.locations import Locations
+
+    store = HistoryStore(chats_file(Locations.from_environment().data))
+    older = store.branch(store.list_chats()[1].id)
+    assert [m.message.content for m in older] == ["One", "The capital "]
+
+
 def test_ctrl_c_at_the_line_prompt_is_130(terminal: Start) -> None:
     window = terminal("--plain")
     window.until("> ")

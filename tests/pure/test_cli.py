@@ -18,7 +18,7 @@ import pytest
 
 from edgellm.cli import main as main_module
 from edgellm.cli.errors import one_line, report
-from edgellm.cli.main import COMMANDS, PLANNED, LazyGroup, cli
+from edgellm.cli.main import COMMANDS, LazyGroup, cli
 from edgellm.cli.options import EdgeOption, SettingOption
 from edgellm.cli.output import Output, plain, progress_line
 from edgellm.config import BY_NAME
@@ -197,12 +197,6 @@ def test_a_mistake_is_one_line_and_its_exit_code(
     assert (shown.returncode, shown.stdout) == (code, "")
     assert words in shown.stderr
     assert shown.stderr.count("\n") == 1 and "Traceback" not in shown.stderr
-
-
-@pytest.mark.parametrize("name", PLANNED)
-def test_commands_of_later_versions_are_refused_by_name(name: str) -> None:
-    with pytest.raises(UsageError, match=f"edgellm {name} is not in this version"):
-        cli.get_command(click.Context(cli), name)
 
 
 def test_a_wrong_configuration_file_is_78(tmp_path: Path) -> None:
@@ -424,7 +418,7 @@ def test_the_powershell_script_registers_the_command() -> None:
         ("edgellm show -m smol", "3", {"smollm2-135m"}),
         ("edgellm config show --device c", "4", {"cpu", "cuda"}),
         ("edgellm config ", "2", {"show", "path"}),
-        ("edgellm serve ", "2", set()),
+        ("edgellm nothing ", "2", set()),
     ],
 )
 def test_bash_completion_answers(line: str, word: str, expected: set[str]) -> None:
