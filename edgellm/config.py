@@ -108,10 +108,22 @@ SETTINGS = (
         minimum=1,
     ),
     Setting("kv_budget", "integer", "Tokens that --kv-policy budget keeps in all.", 2048, minimum=1),
-    Setting("spec", "choice", "Speculative decoding.", "auto", ("auto", "off"), ("ngram", "skip")),
+    Setting(
+        "spec",
+        "choice",
+        "Speculative decoding: tokens are looked up in what was said before and verified several at a time, "
+        "always (ngram), where it pays (auto) or never (off); the text is the same.",
+        "auto",
+        ("auto", "off", "ngram"),
+        ("skip",),
+    ),
     Setting("draft", "choice", "Draft model for speculative decoding.", planned=("*",)),
     Setting(
-        "spec_rule", "choice", "How drafted tokens are accepted.", "coupled", ("coupled",), ("rejection",)
+        "spec_rule",
+        "choice",
+        "How drafted tokens are accepted: coupled keeps the text of a seed, rejection its distribution only.",
+        "coupled",
+        ("coupled", "rejection"),
     ),
     Setting("gpu_layers", "choice", "Layers on the GPU.", "auto", ("auto",), ("*",)),
     Setting("seed", "integer", "Seed of sampling; unset draws one and shows it.", minimum=0, sampling="seed"),

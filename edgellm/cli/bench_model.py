@@ -193,7 +193,7 @@ def ranges(runtime: Runtime) -> list[Range]:
     found = [
         Range(runtime.core._scheduler, "next_step", "queue"),
         Range(runner, "execute", step),
-        Range(runner._sampler, "sample", "sampling"),
+        Range(runner._sampler, "verify", "sampling"),
         Range(kernels, "paged_attention", "attention"),
         *(Range(kernels, op, "linears") for op in ("linear", "gate_up", "lm_head")),
     ]

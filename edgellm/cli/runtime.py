@@ -154,6 +154,7 @@ def load_runtime(
     from edgellm.runner.embedder import Embedding
     from edgellm.runner.model_runner import ModelRunner
     from edgellm.runner.step_program import StepProgram, choose_program
+    from edgellm.speculative.speculator import make_speculator
     from edgellm_kernels.native_threads import num_threads, set_threads
     from edgellm_kernels.registry import explain
     from edgellm_models.checkpoint import open_checkpoint
@@ -203,9 +204,11 @@ def load_runtime(
     context, notice = choose_context(spec, resolved.ctx, kv, chunk, free_bytes, kept)
     tell(notice)
     at_once = sequences_at_once(spec, context, kv, chunk, free_bytes, kept)
+    speculator = make_speculator(resolved.spec)
+    lookahead = 0 if speculator is None else speculator.lookahead
     groups = tuple(
         replace(group, num_blocks=group.num_blocks * full_contexts)
-        for group in group_layouts(spec, context, chunk, BLOCK_SIZE, kept, at_once)
+        for group in group_layouts(spec, context, chunk, BLOCK_SIZE, kept, at_once, lookahead)
     )
     storage = allocate_storage(spec, [group.num_blocks for group in groups], kv, device, num_rings=at_once)
     host_blocks = host_blocks_for(storage, device)
@@ -221,11 +224,19 @@ def load_runtime(
         block_size=BLOCK_SIZE,
         device=device,
         host_kv=host_storage,
+        spec_rule=resolved.spec_rule,
     )
     core = Engine(
         runner,
         tokenizer,
-        KVManager(groups, BLOCK_SIZE, cache_key=key, host_blocks=host_blocks, has_tail=kv.has_tail),
+        KVManager(
+            groups,
+            BLOCK_SIZE,
+            cache_key=key,
+            lookahead=lookahead,
+            host_blocks=host_blocks,
+            has_tail=kv.has_tail,
+        ),
         context_length=context,
         vocab_size=spec.vocab_size,
         rope_switch_length=spec.rope_switch_length,
@@ -235,6 +246,7 @@ def load_runtime(
         kv_budget=resolved.kv_budget,
         prefill_chunk=chunk,
         max_running=min(at_once, max_running or at_once) if kv.has_tail else max_running or MAX_RUNNING,
+        speculator=speculator,
         make_decoder=lambda request: StreamDecoder(
             tokenizer,
             # A constraint is about the answer's whole text, its first space included.
@@ -274,8 +286,8 @@ def load_runtime(
         kv_policy="stop" if kept is None else resolved.kv_policy,
         runner=runner,
         kv_read_bytes=partial(_kv_read_bytes, spec, kv),
-        num_threads=threads,
         embedding=partial(Embedding, decoder, device=device),
+        num_threads=threads,
     )
 
 

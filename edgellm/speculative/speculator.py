@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from edgellm.contracts import DraftCounts, PlannedSequence
 from edgellm.speculative.controller import Candidate, Controller, bucket_of
 from edgellm.speculative.drafter import MAX_DRAFT, Draft, Drafter
+from edgellm.speculative.ngram import NgramDrafter
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,11 @@ class Speculator:
         return fresh
 
     @property
+    def lookahead(self) -> int:
+        """Positions beyond the committed ones that a step may write."""
+        return self._max_draft
+
+    @property
     def state(self) -> str:
         """In a few words: the drafter, and whether it drafts or why not."""
         name = self._drafter.name
@@ -161,3 +167,17 @@ class Speculator:
         if not controls:
             return f"{name}: ready"
         return f"{name}: not drafting: {controls[-1].why}"
+
+
+ALWAYS_DRAFT = 8
+"""Tokens per draft where no controller chooses."""
+
+
+def make_speculator(spec: str) -> Speculator | None:
+    """For a value of ``--spec``: off, ngram (lookups, always) or auto (lookups where they pay)."""
+    if spec == "off":
+        return None
+    if spec == "ngram":
+        return Speculator(NgramDrafter(), max_draft=ALWAYS_DRAFT)
+    assert spec == "auto", spec
+    return Speculator(NgramDrafter(), Controller())
