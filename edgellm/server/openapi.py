@@ -281,7 +281,7 @@ def _operation(path: str, meaning: str, refusals: tuple[str, ...]) -> dict[str, 
     kind = "text/plain" if path == "/metrics" else "application/json"
     content: dict[str, Any] = {kind: {"schema": TEXT if path == "/metrics" else ANSWERS.get(path, OBJECT)}}
     if path in STREAMED:
-        content["text/event-stream"] = {"schema": TEXT}
+        content["text/event-stream"] = {}
     responses: dict[str, Any] = {"200": {"description": meaning, "content": content}}
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     for status in refusals:
