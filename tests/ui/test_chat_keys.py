@@ -9,8 +9,9 @@ import pytest
 
 from edgellm_models.errors import BadInputError, EngineError, Notice, ResourceError
 from edgellm_tui.app import EdgeChat
+from edgellm_tui.commands import COMMANDS, OTHER_KEYS
 from edgellm_tui.screens.chat import ChatScreen
-from edgellm_tui.screens.help import KEYS, HelpScreen
+from edgellm_tui.screens.help import HelpScreen
 from edgellm_tui.screens.loading import LoadingScreen
 from edgellm_tui.widgets.prompt import ChatPrompt
 from edgellm_tui.widgets.status_line import TopBar
@@ -345,12 +346,14 @@ def test_slash_commands_and_what_is_none() -> None:
 def test_f1_lists_every_key_that_is_bound() -> None:
     async def scenario() -> None:
         app = EdgeChat(FakeBackend())
-        async with app.run_test(size=(80, 24)) as pilot:
+        async with app.run_test(size=(100, 90)) as pilot:
             await pilot.press("f1")
             assert isinstance(app.screen, HelpScreen)
             page = shown(app)
-            for key, _ in KEYS:
+            for key in [key for key, _ in OTHER_KEYS] + [command.shown for command in COMMANDS]:
                 assert key in page
+            for command in COMMANDS:
+                assert not command.slash or f"/{command.slash[0]}" in page
             await pilot.press("f1")
             assert isinstance(app.screen, ChatScreen)
 
@@ -361,7 +364,8 @@ def test_f1_lists_every_key_that_is_bound() -> None:
         for binding in owner.__dict__["BINDINGS"]
         for key in binding.key.split(",")
     }
-    listed = " ".join(key + " " + does for key, does in KEYS).lower()
+    listed = " ".join(key + " " + does for key, does in OTHER_KEYS).lower()
+    listed += " ".join(command.shown for command in COMMANDS).lower()
     names = {"escape": "esc", "pageup": "pgup", "pagedown": "pgdn", "alt+enter": "ctrl+j"}
     assert {key for key in bound if names.get(key, key) not in listed} == set()
 
@@ -539,7 +543,7 @@ def test_figures_follow_the_answer() -> None:
     async def scenario() -> None:
         prefill = ((512, 2048, 256), (2048, 2048, 256))
         app = EdgeChat(FakeBackend(Script(pieces=["a ", "b ", "c "], prefill=prefill, hold_after=3)))
-        async with app.run_test(size=(120, 40)) as pilot:
+        async with app.run_test(size=(100, 40)) as pilot:
             await send(pilot, app, "Hi", wait=False)
             await until(pilot, lambda: status(app).now_tokens_per_s == 42.0, "polled")
             assert "writing, 3 tokens" in shown(app)

@@ -9,7 +9,7 @@ import pytest
 
 from edgellm.contracts import FinishReason, RequestTimings, SamplingParams
 from edgellm_tui.app import EdgeChat
-from edgellm_tui.screens import chat
+from edgellm_tui.screens import chat, chat_actions
 from edgellm_tui.widgets.status_line import TopBar
 from edgellm_tui.widgets.transcript import ErrorLine, Transcript
 from tests.support.fake_backend import FakeBackend, Script
@@ -56,7 +56,7 @@ def test_other_hints_outlive_the_answer_and_end_with_the_next_message() -> None:
 
 
 def test_a_hint_about_quitting_ends_when_it_is_no_longer_true(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "QUIT_WINDOW_S", 0.2)
+    monkeypatch.setattr(chat_actions, "QUIT_WINDOW_S", 0.2)
 
     async def scenario() -> None:
         app = EdgeChat(FakeBackend())
@@ -133,7 +133,7 @@ def test_bar_and_answer_give_the_same_figures(ttft_s: float, ending: FinishReaso
     async def scenario() -> None:
         timings = RequestTimings(0.0, ttft_s, 0.5, 30, 22)
         app = EdgeChat(FakeBackend(Script(pieces=["a ", "b "], reason=ending, timings=timings)))
-        async with app.run_test(size=(120, 30)) as pilot:
+        async with app.run_test(size=(100, 30)) as pilot:
             await send(pilot, app, "Hi")
             await until(pilot, lambda: shown(app).count("42.0 tok/s") == 2, "both rates")
             times = [part.split("  ")[0].split(" ·")[0] for part in shown(app).split("first token ")[1:]]
@@ -150,7 +150,7 @@ def test_an_answer_without_a_token_has_no_first_token() -> None:
             await send(pilot, app, "Hi", wait=False)
             await pilot.press("escape")
             await until(pilot, lambda: not chat_screen(app).generating, "stopped")
-            await until(pilot, lambda: "0 tokens" in shown(app), "figures")
+            await until(pilot, lambda: "before the first word" in shown(app), "figures")
             assert "first token" not in shown(app)
 
     asyncio.run(scenario())
@@ -188,7 +188,9 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize(("command", "said"), COMMANDS)
-def test_hints_fit_into_80_columns_and_speak_plainly(tmp_path: Path, command: str, said: list[str]) -> None:
+def test_hints_fit_into_80_columns_and_speak_plainly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, said: list[str]
+) -> None:
     """H10: what happened and the way to a file can be read to the end, with no error number or traceback."""
     folder = tmp_path / ("a-folder-with-quite-a-long-name-" * 3)
     folder.mkdir()
@@ -198,7 +200,7 @@ def test_hints_fit_into_80_columns_and_speak_plainly(tmp_path: Path, command: st
         app = chat_app(FakeBackend(Script(pieces=["x"])), save_folder=folder)
         async with app.run_test(size=(80, 24)) as pilot:
             await send(pilot, app, "Hi")
-            chat_screen(app)._last_answer = "x" * 1_234_567
+            monkeypatch.setattr(chat_actions.ChatActions, "_last_answer", "x" * 1_234_567)
             await send(pilot, app, command)
             await until(pilot, lambda: status(app).hint, "hint")
             line = shown(app).splitlines()[-1]

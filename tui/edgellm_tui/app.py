@@ -14,16 +14,21 @@ from typing import Any, ClassVar
 from textual import events, on
 from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
-from textual.screen import Screen
+from textual.screen import ModalScreen, Screen
 
-from edgellm.contracts import ChatBackend
-from edgellm_models.errors import EdgeLLMError, Notice
+from edgellm.contracts import ChatBackend, ChatStore, ModelLibrary
+from edgellm_models.errors import EdgeLLMError, Notice, UsageError
+from edgellm_tui.commands import COMMANDS
 from edgellm_tui.messages import ReplyNotice
 from edgellm_tui.screens.chat import ChatScreen
 from edgellm_tui.screens.loading import LoadingScreen
 from edgellm_tui.settings import ChatSettings
 from edgellm_tui.themes import DARK, LIGHT
+from edgellm_tui.unsaved import MemoryStore
 from edgellm_tui.widgets.prompt import ChatPrompt
+
+CLOSE_GRACE_S = 5.0
+"""How long an engine may take to end before another is opened all the same."""
 
 Opener = Callable[[Callable[[Notice], None]], "ChatBackend | tuple[ChatBackend, ChatSettings]"]
 """Opens a backend, in a thread of its own; may call its argument with notices meanwhile.
@@ -56,7 +61,13 @@ class EdgeChat(App[int]):
         model_name: str = "",
         settings: ChatSettings | None = None,
         notices: tuple[Notice, ...] = (),
+        library: ModelLibrary | None = None,
+        store: ChatStore | None = None,
+        chat_id: str | None = None,
+        opener_for: Callable[[str], Opener] | None = None,
     ) -> None:
+        """``store`` None keeps chats no longer than the screen; ``chat_id`` is opened first. ``opener_for``
+        gives the opener of another model by its name."""
         if (backend is None) == (opener is None):
             raise ValueError("EdgeChat needs a backend or an opener, and not both")
         super().__init__()
@@ -64,17 +75,27 @@ class EdgeChat(App[int]):
         self._opener = opener
         self._model_name = model_name
         self._settings = settings or ChatSettings()
-        self._notices = list(notices)
+        self.library = library
+        self._store: ChatStore = store if store is not None else MemoryStore()
+        self._first_chat = chat_id
+        self._opener_for = opener_for
+        self._chat: ChatScreen | None = None
+        self._notices = [*notices, *self._store.notices]
         self._failure_code = 0
         self._loading: LoadingScreen | None = None
         self._held: list[events.Key | events.Paste] | None = []
         """What is typed before there is a prompt; None once there is one, or will be none."""
         self.opening = False
         """The opener is still at work; its thread does not keep the process alive."""
+        self._next_opener: Opener | None = None
+        self._next_name = model_name
+        self._before: Opener | None = None
 
     async def on_mount(self) -> None:
         self.register_theme(DARK)
         self.register_theme(LIGHT)
+        if self._settings.keymap:
+            self.set_keymap(dict(self._settings.keymap))
         self.theme = self._settings.theme if self._settings.theme in self.available_themes else DARK.name
         self._handle_signals()
         if self._backend is not None:
@@ -85,7 +106,9 @@ class EdgeChat(App[int]):
             self._open()
 
     def _chat_screen(self, backend: ChatBackend) -> ChatScreen:
-        return ChatScreen(backend, self._settings, tuple(self._notices))
+        self._chat = ChatScreen(backend, self._settings, tuple(self._notices), self._store, self._first_chat)
+        self._notices.clear()
+        return self._chat
 
     # --- opening ---
 
@@ -114,15 +137,55 @@ class EdgeChat(App[int]):
         # A daemon: whoever leaves while a model loads need not wait for it.
         threading.Thread(target=work, name="open-backend", daemon=True).start()
 
+    @property
+    def can_open(self) -> bool:
+        """The model can be opened again, in a new engine."""
+        return self._opener is not None
+
+    def open_model(self, name: str | None) -> None:
+        """Opens another model, or with None the same one anew, behind the chat, which stays as it is."""
+        if name is not None and self._opener_for is None:
+            raise UsageError("other models cannot be opened here")
+        if self.opening or self._chat is None:
+            return
+        if name is not None and self._opener_for is not None:
+            self._next_opener, self._next_name = self._opener_for(name), name
+        else:
+            self._next_opener, self._next_name = self._opener, self._model_name
+        self.run_worker(self._reopen(), group="reopen", exit_on_error=False)
+
+    async def _reopen(self) -> None:
+        while isinstance(self.screen, ModalScreen):
+            self.pop_screen()
+        self._loading = LoadingScreen(self._next_name)
+        await self.push_screen(self._loading)
+        # First, for two models may not fit side by side.
+        if self._backend is not None:
+            with contextlib.suppress(Exception):  # a killed engine has nothing to close
+                async with asyncio.timeout(CLOSE_GRACE_S):
+                    await self._backend.close()
+        self._before = self._opener
+        self._opener = self._next_opener
+        self._open()
+
     def _opening_notice(self, notice: Notice) -> None:
         if self._loading is not None:
             self._notices.append(notice)
             self._loading.notice(notice.detail)
-        elif isinstance(self.screen, ChatScreen):
-            self.screen.post_message(ReplyNotice(notice))
+        elif self._chat is not None:
+            self._chat.post_message(ReplyNotice(notice))
 
     def _opening_failed(self, message: str, exit_code: int) -> None:
         self.opening = False
+        if self._chat is not None:
+            # The chat stays; without an engine, until one opens.
+            self._opener = self._before or self._opener
+            self._end_loading()
+            line = (
+                f"{self._next_name} could not be opened: {message} · /restart opens {self._model_name} again"
+            )
+            self._chat.call_later(self._chat.show_error, line)
+            return
         self._failure_code = exit_code
         self._held = None
         if self._loading is not None:
@@ -134,10 +197,21 @@ class EdgeChat(App[int]):
             self._backend, self._settings = opened
         else:
             self._backend = opened
+        if self._chat is not None:
+            self._model_name = self._next_name
+            notices, self._notices = list(self._notices), []
+            self._end_loading()
+            self._chat.call_later(self._chat.use_backend, self._backend, self._settings, notices)
+            return
         self._loading = None
         while self.screen.is_modal:  # the command palette can be open
             self.pop_screen()
         self.switch_screen(self._chat_screen(self._backend))
+
+    def _end_loading(self) -> None:
+        self._loading = None
+        while self.screen is not self._chat and len(self.screen_stack) > 1:
+            self.pop_screen()
 
     # --- keys before there is a prompt ---
 
@@ -186,6 +260,8 @@ class EdgeChat(App[int]):
             await self.screen.interrupt()
         elif self.screen.is_modal:
             self.screen.dismiss()
+        elif self._chat is not None:
+            self.exit(return_code=0)  # another model was being opened
         else:
             self.exit(return_code=self._failure_code or 130)
 
@@ -195,11 +271,16 @@ class EdgeChat(App[int]):
     async def on_unmount(self) -> None:
         if self._backend is not None:
             await self._backend.close()
+        self._store.close()
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         if isinstance(screen, ChatScreen):
-            yield SystemCommand("New chat", "Start over with an empty conversation", screen.action_new_chat)
-            yield SystemCommand("Copy answer", "Copy the last answer", screen.action_copy_answer)
-            yield SystemCommand("Help", "All keys and commands", screen.action_help)
-        yield SystemCommand("Theme", "Change the colours", self.action_change_theme)
-        yield SystemCommand("Quit", "Leave edgellm", self.action_quit)
+            for command in COMMANDS:
+                if command.name in ("stop_reply", "rename", "set_parameter", "attach"):
+                    continue  # these need something typed, or an answer that is being written
+                title = command.name.replace("_", " ").capitalize()
+                keys = f" ({command.shown})" if command.shown else ""
+                yield SystemCommand(title, f"{command.does}{keys}", partial(screen.run_command, command))
+        else:
+            yield SystemCommand("Theme", "Change the colours", self.action_change_theme)
+            yield SystemCommand("Quit", "Leave edgellm", self.action_quit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,5 +26,13 @@ class ChatSettings:
     paint_share: float = 0.25
     """Share of one core that painting may take from the engine before repaints are spaced out."""
     stats_interval_s: float = 0.25
+    sampling_origins: Mapping[str, str] = field(default_factory=dict)
+    """Where a value of ``sampling`` comes from, such as ``model``; shown beside it."""
+    prompts_file: Path | None = None
+    """Questions of earlier sessions, which Up brings back; None keeps them no longer than the screen."""
+    keymap: Mapping[str, str] = field(default_factory=dict)
+    """Other keys by the names in the table of commands, such as ``{"regenerate": "f5"}``."""
+    panel: bool | None = None
+    """Whether the live panel is shown; None shows it where there is room beside the conversation."""
     save_folder: Path | None = None
     """Where ``/save`` without a path writes; None is the working folder."""

@@ -5,19 +5,17 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
-COMMANDS: dict[str, str] = {
-    "help": "all keys and commands",
-    "new": "start a new chat",
-    "copy": "copy the last answer",
-    "save": "write the last answer to a file: /save [FILE]",
-    "quit": "leave",
-}
+from edgellm_tui.commands import SLASH, Command
 
 
 @dataclass(frozen=True)
 class SlashCommand:
     name: str
     argument: str
+
+    @property
+    def command(self) -> Command:
+        return SLASH[self.name]
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ def parse_slash(text: str) -> SlashCommand | UnknownCommand | str:
     if not stripped.startswith("/"):
         return text
     typed, _, argument = stripped[1:].partition(" ")
-    if typed in COMMANDS:
+    if typed in SLASH:
         return SlashCommand(typed, argument.strip())
-    near = difflib.get_close_matches(typed, COMMANDS, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(typed, SLASH, n=1, cutoff=0.5)
     return UnknownCommand(typed, near[0] if near else None)

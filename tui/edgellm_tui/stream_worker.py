@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from textual.message_pump import MessagePump
 
 from edgellm.contracts import (
     ChatBackend,
-    ChatMessage,
     Delta,
+    DraftCounts,
     Finished,
     FinishReason,
     NoticeEvent,
     Prefill,
     Queued,
-    SamplingParams,
+    RequestTimings,
+    Usage,
 )
 from edgellm_models.errors import EdgeLLMError
+from edgellm_tui.conversation import Question
+from edgellm_tui.live import Intervals, RateWindow
 from edgellm_tui.messages import ReplyDelta, ReplyFailed, ReplyFinished, ReplyNotice, ReplyStarted
 from edgellm_tui.settings import ChatSettings
 
 CANCEL_GRACE_S = 3.0
 """How long a backend may take to end a cancelled answer before the stream is closed on it."""
+
+CANCEL_AGAIN_S = 0.25
+"""A request that was only just on its way may not have been there when it was cancelled."""
 
 LONGEST_TURN_S = 0.02
 """A backend whose events are all ready must not keep the loop from keys for longer than this."""
@@ -46,6 +51,10 @@ class ReplyProgress:
     first_token_at: float | None = None
     """Monotonic seconds, of the first visible text."""
     last_token_at: float = 0.0
+    first_thought_at: float | None = None
+    """Of the first text of the model's thinking, which is not the answer yet."""
+    window: RateWindow = field(default_factory=RateWindow)
+    intervals: Intervals = field(default_factory=Intervals)
 
     @property
     def ttft_s(self) -> float | None:
@@ -63,16 +72,18 @@ class ReplyProgress:
 class ReplyStream:
     """One answer on its way from the backend to a screen."""
 
-    def __init__(self, backend: ChatBackend, target: MessagePump, settings: ChatSettings) -> None:
+    def __init__(
+        self, backend: ChatBackend, target: MessagePump, settings: ChatSettings, question: Question
+    ) -> None:
         self.progress = ReplyProgress()
         self._backend = backend
+        self._question = question
         self._target = target
         self._settings = settings
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._arrived = asyncio.Event()
         self._painted = asyncio.Event()
-        self._conversation_id = ""
         self._reader: asyncio.Task[Finished | None] | None = None
         self._stopping = False
 
@@ -80,14 +91,14 @@ class ReplyStream:
         """The screen has shown the last ReplyDelta; until then the next one only grows."""
         self._painted.set()
 
-    async def run(
-        self, conversation_id: str, messages: Sequence[ChatMessage], sampling: SamplingParams
-    ) -> None:
+    async def run(self) -> None:
         """Streams one answer; ends with exactly one ReplyFinished or ReplyFailed."""
-        self._conversation_id = conversation_id
         self.progress.started_at = time.monotonic()
         self._target.post_message(ReplyStarted())
-        self._reader = asyncio.create_task(self._read(messages, sampling))
+        if self._stopping:  # by an Esc that came right behind the Enter
+            self._target.post_message(ReplyFinished(self._never_asked()))
+            return
+        self._reader = asyncio.create_task(self._read())
         pump = asyncio.create_task(self._pump())
         outcome: ReplyFinished | ReplyFailed
         try:
@@ -120,9 +131,9 @@ class ReplyStream:
         self.progress.phase = "stopping"
         try:
             async with asyncio.timeout(CANCEL_GRACE_S):
-                await self._backend.cancel(self._conversation_id)
-                if self._reader is not None:
-                    await asyncio.wait({self._reader})
+                while self._reader is not None and not self._reader.done():
+                    await self._backend.cancel(self._question.chat_id)
+                    await asyncio.wait({self._reader}, timeout=CANCEL_AGAIN_S)
         except TimeoutError:
             if self._reader is not None:
                 self._reader.cancel()
@@ -131,11 +142,20 @@ class ReplyStream:
             if self._reader is not None:
                 self._reader.cancel()
 
-    async def _read(self, messages: Sequence[ChatMessage], sampling: SamplingParams) -> Finished | None:
+    def _never_asked(self) -> Finished:
+        seed = self._question.sampling.seed or 0
+        return Finished(
+            FinishReason.CANCELLED, Usage(0, 0, 0), RequestTimings(0.0, 0.0, 0.0), DraftCounts(), seed
+        )
+
+    async def _read(self) -> Finished | None:
         progress = self.progress
         turn_started = time.monotonic()
         stream = self._backend.stream_chat(
-            self._conversation_id, messages, sampling, constraint=self._settings.constraint
+            self._question.chat_id,
+            self._question.messages,
+            self._question.sampling,
+            constraint=self._settings.constraint,
         )
         async for event in stream:
             now = time.monotonic()
@@ -150,6 +170,7 @@ class ReplyStream:
                     progress.queue_position = event.position
                     self._enter("queued")
                 case NoticeEvent():
+                    self._question.writer.add_notice(event.notice)
                     self._target.post_message(ReplyNotice(event.notice))
                 case Finished():
                     return event
@@ -164,15 +185,22 @@ class ReplyStream:
 
     def _take(self, delta: Delta, now: float) -> None:
         progress = self.progress
-        progress.tokens += len(delta.token_ids) or 1
+        count = len(delta.token_ids) or 1
+        progress.tokens += count
+        progress.intervals.add(now, count)
+        progress.window.add(now, count)
         progress.last_token_at = now
-        if progress.first_token_at is None:
+        if progress.first_token_at is None and (delta.text or not delta.reasoning):
             progress.first_token_at = now
+        if progress.first_thought_at is None and delta.reasoning:
+            progress.first_thought_at = now
         self._enter("writing")
         if delta.text:
             self._text.append(delta.text)
         if delta.reasoning:
             self._reasoning.append(delta.reasoning)
+        # Only noted down there: a thread of the store's own brings it to the disk, at most a second later.
+        self._question.writer.add(delta.text, delta.reasoning)
         self._arrived.set()
 
     def _post_text(self) -> bool:

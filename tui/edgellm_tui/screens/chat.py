@@ -1,24 +1,33 @@
-"""The chat screen: one conversation with one backend."""
+"""The chat screen: one conversation with one backend, from the question to the end of the answer."""
 
 from __future__ import annotations
 
-import os
-import time
-import uuid
-from pathlib import Path
+from collections.abc import Sequence
 from typing import ClassVar
 
-from textual import on
+from textual import events, on
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
+from textual.containers import Horizontal, Vertical
 from textual.message import Message
-from textual.screen import Screen
 from textual.timer import Timer
 from textual.widgets import Markdown
 
-from edgellm.contracts import ChatBackend, ChatMessage, EngineStats, FinishReason, ModelInfo
-from edgellm_models.errors import Notice
-from edgellm_tui.clipboard import copy_text
+from edgellm.contracts import (
+    ChatBackend,
+    ChatStore,
+    EngineStats,
+    Finished,
+    FinishReason,
+    ModelInfo,
+    StoredMessage,
+)
+from edgellm_models.errors import EdgeLLMError, Notice
+from edgellm_tui.branch_view import BranchView
+from edgellm_tui.commands import bindings, completions
+from edgellm_tui.conversation import Conversation, Question
+from edgellm_tui.files import load_prompts, save_prompts, with_attachments
+from edgellm_tui.live_figures import gather, now_rate
 from edgellm_tui.messages import (
     ReplyDelta,
     ReplyFailed,
@@ -27,31 +36,31 @@ from edgellm_tui.messages import (
     ReplyStarted,
     StatsUpdated,
 )
-from edgellm_tui.screens.help import HelpScreen
+from edgellm_tui.screens.chat_actions import ChatActions
 from edgellm_tui.settings import ChatSettings
 from edgellm_tui.slash import SlashCommand, UnknownCommand, parse_slash
 from edgellm_tui.stream_worker import ReplyStream
-from edgellm_tui.widgets.figures import count_text, path_text
+from edgellm_tui.unsaved import MemoryStore, text_of
+from edgellm_tui.widgets.figures import count_text
 from edgellm_tui.widgets.prompt import ChatPrompt, Verdict
 from edgellm_tui.widgets.reply import Reply, finished_line, first_token_s
+from edgellm_tui.widgets.stats_panel import StatsPanel
 from edgellm_tui.widgets.status_line import StatusLine, TopBar
-from edgellm_tui.widgets.transcript import ErrorLine, QuietLine, Transcript, UserMessage
-
-QUIT_WINDOW_S = 2.0
-"""A second Ctrl+C within this time quits."""
+from edgellm_tui.widgets.transcript import Earlier, ErrorLine, QuietLine, Transcript, UserMessage
 
 HINT_S = 4.0
 
+PANEL_WIDTH = 110
+"""From so many columns on the live panel has room beside the conversation."""
 
-class ChatScreen(Screen[None]):
-    """Transcript, prompt and two bars."""
+IDLE_POLLS = 8
+"""While nothing is written, one of so many polls is made."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "stop_reply", "Stop", show=False, priority=True),
-        Binding("ctrl+n", "new_chat", "New chat", show=False, priority=True),
-        Binding("ctrl+y", "copy_answer", "Copy answer", show=False, priority=True),
-        Binding("f1", "help", "Help", show=False, priority=True),
-    ]
+
+class ChatScreen(ChatActions):
+    """Transcript, prompt, two bars and the live panel."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [*bindings()]
 
     class Ready(Message):
         """The prompt is there."""
@@ -61,38 +70,58 @@ class ChatScreen(Screen[None]):
             self.screen = screen
 
     def __init__(
-        self, backend: ChatBackend, settings: ChatSettings, notices: tuple[Notice, ...] = ()
+        self,
+        backend: ChatBackend,
+        settings: ChatSettings,
+        notices: tuple[Notice, ...] = (),
+        store: ChatStore | None = None,
+        chat_id: str | None = None,
     ) -> None:
         super().__init__()
         self._backend = backend
         self._settings = settings
         self._opening_notices = notices
-        self._model: ModelInfo | None = None
-        self._turns: list[ChatMessage] = []
-        self._conversation_id = uuid.uuid4().hex
+        self._store: ChatStore = store if store is not None else MemoryStore()
+        self._first_chat = chat_id
+        self._model: ModelInfo = backend.info()
+        self._conversation = self._new_conversation()
+        self._notices: list[Notice] = list(notices)
         self._stream: ReplyStream | None = None
+        self._question: Question | None = None
+        self._asked: StoredMessage | None = None
         self._reply: Reply | None = None
+        self._last_finished: Finished | None = None
         self._message_taken = False
         """A message has left the prompt and its answer has not begun."""
-        self._pending_prompt = ""
         self._context_before = 0
-        self._last_answer = ""
-        self._interrupted_at = float("-inf")
         self._hint_timer: Timer | None = None
         self._hint_ends_with_answer = False
+        self._polls = 0
+
+    def _new_conversation(self) -> Conversation:
+        return Conversation(
+            self._store, self._model.name, self._settings.sampling, self._settings.system_prompt
+        )
 
     def compose(self) -> ComposeResult:
         yield TopBar()
-        yield Transcript()
-        yield ChatPrompt(judge=self._judge, placeholder="Ask anything")
+        with Horizontal(id="main"):
+            with Vertical(id="talk"):
+                yield Transcript()
+                yield ChatPrompt(judge=self._judge, placeholder="Ask anything")
+            yield StatsPanel()
         yield StatusLine()
 
     async def on_mount(self) -> None:
-        self._model = self._backend.info()
+        self._view = BranchView(self._transcript)
         self._top.model = self._model
+        self._prompt.load_history(load_prompts(self._settings.prompts_file))
         await self._transcript.clear(self._model)
+        if self._first_chat is not None:
+            await self._open_chat(self._first_chat)
         for notice in self._opening_notices:
             await self._show_notice(notice)
+        self._place_panel()
         self._describe_prompt()
         self.post_message(self.Ready(self))
         self.set_interval(self._settings.stats_interval_s, self._poll)
@@ -114,18 +143,42 @@ class ChatScreen(Screen[None]):
         return self.query_one(StatusLine)
 
     @property
+    def _panel(self) -> StatsPanel:
+        return self.query_one(StatsPanel)
+
+    @property
     def generating(self) -> bool:
         return self._stream is not None
+
+    async def show_error(self, text: str) -> None:
+        """A failure that is not an answer's."""
+        await self._transcript.add(ErrorLine(text))
+
+    async def use_backend(
+        self, backend: ChatBackend, settings: ChatSettings, notices: Sequence[Notice] = ()
+    ) -> None:
+        """Goes on with another model, or with the same one in a new engine."""
+        self._backend, self._settings, self._model = backend, settings, backend.info()
+        self._conversation.model, self._conversation.sampling = self._model.name, settings.sampling
+        self._top.model = self._model
+        self._last_finished = None
+        if not self._conversation.branch:
+            await self._transcript.clear(self._model)
+        else:
+            await self._show_notice(Notice("model_opened", f"{self._model.name} answers from here on"))
+        for notice in notices:
+            await self._show_notice(notice)
+        self._status.phase = "ready"
 
     # --- sending ---
 
     def _judge(self, text: str) -> Verdict:
         if not text.strip():
             return Verdict.WRONG
+        parsed = parse_slash(text)
         if self.generating or self._message_taken:
             self.show_hint("Still answering: Esc stops it, your draft is kept", while_answering=True)
             return Verdict.LATER
-        parsed = parse_slash(text)
         if isinstance(parsed, UnknownCommand):
             typed = parsed.typed if len(parsed.typed) <= 14 else f"{parsed.typed[:13]}…"
             near = f"did you mean /{parsed.nearest}?" if parsed.nearest else "F1 lists the commands"
@@ -133,6 +186,7 @@ class ChatScreen(Screen[None]):
             return Verdict.WRONG
         self._message_taken = isinstance(parsed, str)
         self._prompt.remember(text)
+        save_prompts(self._settings.prompts_file, self._prompt.sent)
         self._clear_hint()
         return Verdict.TAKEN
 
@@ -140,41 +194,65 @@ class ChatScreen(Screen[None]):
     async def _submit(self, event: ChatPrompt.Submitted) -> None:
         parsed = parse_slash(event.text)
         if isinstance(parsed, SlashCommand):
-            await self._run_command(parsed)
+            await self.run_command(parsed.command, parsed.argument)
         elif self.generating or isinstance(parsed, UnknownCommand):
             self._prompt.give_back(event.text)
         else:
             await self._send(parsed)
 
+    @on(ChatPrompt.Edited)
+    def _edited(self, event: ChatPrompt.Edited) -> None:
+        found = completions(event.text)
+        if found and event.text != f"/{found[0]}":
+            names = "  ".join(f"/{name}" for name in found[:8]) + (" …" if len(found) > 8 else "")
+            self._prompt.border_title = f"Tab: {names}"
+        else:
+            self._describe_prompt()
+
     async def _send(self, text: str) -> None:
-        self._pending_prompt = text
+        """Asks ``text``: as another version of the question that is edited or was not answered, else at the
+        end."""
+        try:
+            whole = with_attachments(text, [(a.name, a.text) for a in self._attached])
+            last = self._conversation.branch[-1] if self._conversation.branch else None
+            unanswered = last if last is not None and last.message.role == "user" else None
+            replaced = self._editing or unanswered
+            if unanswered is not None and self._editing is None and text_of(unanswered.message) == whole:
+                question = unanswered
+            else:
+                question = self._conversation.ask(whole, instead_of=replaced)
+            await self._ask(question, shown_from=replaced.id if replaced else None)
+        except EdgeLLMError as error:
+            self._message_taken = False
+            self._prompt.give_back(text)
+            await self._transcript.add(ErrorLine(str(error)))
+            return
+        self._attached.clear()
+        self._editing = None
+        self._describe_prompt()
+
+    async def _ask(self, message: StoredMessage, *, shown_from: str | None, again: bool = False) -> None:
+        """Streams an answer to ``message``; the transcript is taken away from ``shown_from`` on."""
         self._context_before = self._top.context_used
-        self._turns.append(ChatMessage("user", text))
+        question = self._conversation.begin(message)
+        self._asked, self._question = message, question
         self._reply = Reply()
         # Set before the first await, so that a second Enter finds the screen busy.
-        self._stream = ReplyStream(self._backend, self, self._settings)
+        self._stream = ReplyStream(self._backend, self, self._settings, question)
         self._message_taken = False
-        await self._transcript.add(UserMessage(text), follow=True)
+        self._last_finished = None
+        self._view.keep_place(None)
+        if shown_from is not None:
+            await self._transcript.cut_from(shown_from)
+        if not again:
+            await self._transcript.add(UserMessage(text_of(message.message), message.id), follow=True)
         await self._transcript.add(self._reply, follow=True)
+        self._view.mark(self._conversation)
+        self._top.title = self._conversation.title
         self._status.ttft_s = self._status.now_tokens_per_s = self._status.answer_tokens_per_s = None
         self._describe_prompt()
         self._refresh_progress()
-        system = self._settings.system_prompt
-        messages = [ChatMessage("system", system), *self._turns] if system else list(self._turns)
-        run = self._stream.run(self._conversation_id, messages, self._settings.sampling)
-        self.run_worker(run, group="reply", exit_on_error=False)
-
-    async def _run_command(self, command: SlashCommand) -> None:
-        if command.name == "help":
-            self.action_help()
-        elif command.name == "new":
-            await self.action_new_chat()
-        elif command.name == "copy":
-            await self.action_copy_answer()
-        elif command.name == "save":
-            self._save_answer(command.argument)
-        elif command.name == "quit":
-            await self.app.action_quit()
+        self.run_worker(self._stream.run(), group="reply", exit_on_error=False)
 
     # --- the answer ---
 
@@ -198,47 +276,62 @@ class ChatScreen(Screen[None]):
 
     @on(ReplyFinished)
     async def _reply_finished(self, event: ReplyFinished) -> None:
-        finished, reply = event.finished, self._reply
+        finished, reply, question = event.finished, self._reply, self._question
         self._end_reply()
+        self._last_finished = finished
         self._top.context_used = finished.usage.prompt_tokens + finished.usage.completion_tokens
         # The engine's figures, as in the answer's last line; until here they were this screen's own.
         self._status.ttft_s = first_token_s(finished)
         self._status.answer_tokens_per_s = finished.timings.decode_tokens_per_s or None
         self._status.phase = "stopped" if finished.reason is FinishReason.CANCELLED else "ready"
-        if reply is not None:
-            self._keep_answer(reply)
-            stopped = finished.reason in (FinishReason.CANCELLED, FinishReason.LENGTH)
-            drawn = self._settings.sampling.temperature > 0
-            await reply.finish(finished_line(finished, drawn=drawn), style="-cut" if stopped else "")
-            self._transcript.text_arrived()
+        if reply is None or question is None:
+            return
+        stopped = finished.reason in (FinishReason.CANCELLED, FinishReason.LENGTH)
+        if reply.has_text:
+            await self._save(lambda: question.writer.finish(finished))
+            reply.message_id = question.writer.message_id
+            line = finished_line(finished, drawn=question.sampling.temperature > 0)
+        elif finished.reason is FinishReason.CANCELLED:
+            await self._save(lambda: question.writer.fail("stopped before the first word"))
+            self._top.context_used = self._context_before
+            line = "■ stopped before the first word · Ctrl+R asks again"
+        else:
+            await self._save(lambda: question.writer.finish(finished))
+            reply.message_id = question.writer.message_id
+            line = finished_line(finished, drawn=question.sampling.temperature > 0) + " · an empty answer"
+        await reply.finish(line, style="-cut" if stopped else "")
+        self._after_answer()
 
     @on(ReplyFailed)
     async def _reply_failed(self, event: ReplyFailed) -> None:
-        reply = self._reply
+        reply, question = self._reply, self._question
         self._refresh_progress()
         self._end_reply()
         self._status.phase = "failed"
-        if reply is not None:
-            kept = self._keep_answer(reply)
-            await reply.finish("■ broken off" if kept else "no answer", style="-cut")
-            if not kept:
-                # The question was not answered, so it is no part of the conversation: give it back.
-                self._turns.pop()
+        if reply is not None and question is not None:
+            await self._save(lambda: question.writer.fail(event.error))
+            if reply.has_text:
+                reply.message_id = question.writer.message_id
+            await reply.finish("■ broken off" if reply.has_text else "no answer", style="-cut")
+            if not reply.has_text:
+                # The question was not answered: give it back. Sent again, it is not asked twice.
                 self._top.context_used = self._context_before
-                if not self._prompt.draft:
-                    self._prompt.replace_text(self._pending_prompt)
-        await self._transcript.add(ErrorLine(event.error))
+                if not self._prompt.draft and self._asked is not None:
+                    self._prompt.replace_text(text_of(self._asked.message))
+            self._after_answer()
+        restart = " · /restart starts the engine again" if self.can_restart else ""
+        await self._transcript.add(ErrorLine(event.error + restart))
 
-    def _keep_answer(self, reply: Reply) -> bool:
-        if not reply.text:
-            return False
-        self._last_answer = reply.text
-        self._turns.append(ChatMessage("assistant", reply.text))
-        return True
+    def _after_answer(self) -> None:
+        self._conversation.refresh()
+        self._view.mark(self._conversation)
+        self._transcript.text_arrived()
+        self._poll_now()
 
     def _end_reply(self) -> None:
         self._stream = None
         self._reply = None
+        self._question = None
         self._status.busy = False
         self._status.now_tokens_per_s = None
         if self._hint_ends_with_answer:
@@ -246,23 +339,36 @@ class ChatScreen(Screen[None]):
         self._describe_prompt()
 
     async def _show_notice(self, notice: Notice) -> None:
+        self._notices.append(notice)
         line = QuietLine(notice.detail)
         if self._reply is not None and self._reply.is_mounted:
             await self._transcript.scroller.mount(line, before=self._reply)
-            self._transcript.text_arrived()
         else:
             await self._transcript.scroller.mount(line)
+        self._transcript.text_arrived()
+
+    @on(Earlier.Wanted)
+    async def _earlier(self) -> None:
+        await self._view.show_earlier(self._conversation)
 
     # --- figures ---
 
     def _poll(self) -> None:
-        if self._stream is None:
-            return
+        self._polls += 1
+        if self._stream is not None or (self._panel.display and self._polls % IDLE_POLLS == 0):
+            self._poll_now()
+
+    def _poll_now(self) -> None:
         self.post_message(StatsUpdated(self._backend.stats()))
 
     @on(StatsUpdated)
     def _stats_updated(self, event: StatsUpdated) -> None:
         self._refresh_progress(event.stats)
+        progress = self._stream.progress if self._stream is not None else None
+        snapshot = gather(
+            progress, event.stats, self._last_finished, self._model, self._top.context_used, self._notices
+        )
+        self._panel.show(snapshot, sample=progress is not None and progress.phase == "writing")
 
     def _refresh_progress(self, stats: EngineStats | None = None) -> None:
         if self._stream is None:
@@ -284,62 +390,25 @@ class ChatScreen(Screen[None]):
         status.ttft_s = progress.ttft_s
         status.answer_tokens_per_s = progress.tokens_per_s
         if stats is not None and progress.phase == "writing":
-            status.now_tokens_per_s = stats.decode_tokens_per_s
+            status.now_tokens_per_s = now_rate(progress, stats)
         if progress.prefill_total:
             self._top.context_used = progress.prefill_total + progress.tokens
 
-    # --- keys ---
+    # --- layout ---
 
-    async def action_stop_reply(self) -> None:
-        """Esc: ends the answer, keeps what has come, leaves the draft alone."""
-        if self._stream is None:
-            self.clear_selection()
-            return
-        self._status.phase = "stopping"
-        # In a task of its own: while the backend takes its time, keys still work.
-        self.run_worker(self._stream.stop(), group="stop", exit_on_error=False)
+    def on_resize(self, event: events.Resize) -> None:
+        self._place_panel()
 
-    async def interrupt(self) -> None:
-        """Ctrl+C: copies a selection, else stops, else (the second time within two seconds) quits."""
-        selected = self._prompt.selected_text or self.get_selected_text()
-        if selected:
-            self.show_hint(await copy_text(self.app, selected, os.environ))
-            self.clear_selection()
-            self._prompt.move_cursor(self._prompt.cursor_location)
-            return
-        now = time.monotonic()
-        if now - self._interrupted_at <= QUIT_WINDOW_S:
-            self.app.exit(return_code=0)
-            return
-        self._interrupted_at = now
-        if self.generating:
-            await self.action_stop_reply()
-            self.show_hint("Stopped. Ctrl+C again quits", seconds=QUIT_WINDOW_S)
-        else:
-            self.show_hint("Ctrl+C again quits, Ctrl+Q quits at once", seconds=QUIT_WINDOW_S)
+    def _place_panel(self) -> None:
+        wide = self.app.size.width >= PANEL_WIDTH
+        chosen = self._panel_chosen if self._panel_chosen is not None else self._settings.panel
+        panel = self._panel
+        panel.display = wide and self.app.size.height >= 20 if chosen is None else chosen
+        panel.set_class(not wide, "-strip")
+        main = self.query_one("#main")
+        main.styles.layout = "horizontal" if wide else "vertical"
 
-    async def action_new_chat(self) -> None:
-        if self.generating:
-            self.show_hint("Still answering: stop it with Esc first", while_answering=True)
-            return
-        self._turns.clear()
-        self._conversation_id = uuid.uuid4().hex
-        self._last_answer = ""
-        self._top.context_used = 0
-        self._status.ttft_s = self._status.answer_tokens_per_s = None
-        self._status.phase = "ready"
-        await self._transcript.clear(self._model)
-        self._prompt.focus()
-
-    async def action_copy_answer(self) -> None:
-        text = self._reply.text if self._reply is not None and self._reply.text else self._last_answer
-        if text:
-            self.show_hint(await copy_text(self.app, text, os.environ))
-        else:
-            self.show_hint("There is no answer to copy yet")
-
-    def action_help(self) -> None:
-        self.app.push_screen(HelpScreen())
+    # --- small things ---
 
     @on(ChatPrompt.LeaveRequested)
     async def _leave(self) -> None:
@@ -349,13 +418,15 @@ class ChatScreen(Screen[None]):
     def _scroll(self, event: ChatPrompt.ScrollRequested) -> None:
         self._transcript.scroll(event.where)
 
+    @on(ChatPrompt.StopRequested)
+    async def _stop(self) -> None:
+        await self.action_stop_reply()
+
     @on(Markdown.LinkClicked)
     async def _link_clicked(self, event: Markdown.LinkClicked) -> None:
         # A model's link is not opened: over SSH that could start a browser in this very terminal.
         event.stop()
-        self.show_hint(await copy_text(self.app, event.href, os.environ))
-
-    # --- small things ---
+        await self.copy(event.href)
 
     def show_hint(self, text: str, *, seconds: float = HINT_S, while_answering: bool = False) -> None:
         """A sentence in the status line: for a while, and with ``while_answering`` not beyond the answer."""
@@ -376,29 +447,35 @@ class ChatScreen(Screen[None]):
         self._status.hint = ""
 
     def _describe_prompt(self) -> None:
-        self._prompt.border_subtitle = "Esc stop" if self.generating else "Enter send · Ctrl+J new line"
-        self._prompt.set_class(self.generating, "-generating")
-
-    def _save_answer(self, argument: str) -> None:
-        if not self._last_answer:
-            self.show_hint("There is no answer to save yet")
-            return
-        name = argument or f"answer-{time.strftime('%Y%m%d-%H%M%S')}.md"
-        path = Path(name)
-        try:
-            path = (self._settings.save_folder or Path.cwd()) / path.expanduser()
-            text = self._last_answer.encode()
-            # "x": a file that is there is somebody's work.
-            with path.open("xb") as file:
-                file.write(text)
-        except FileExistsError:
-            self.show_hint(f"{path_text(path)} exists already and was left alone")
-        except OSError as error:
-            why = error.strerror or type(error).__name__
-            self.show_hint(f"Not saved, {why.lower()}: {path_text(path, 30)}")
-        except UnicodeEncodeError:
-            self.show_hint("Not saved: a part of the answer is no text that a file can hold")
-        except (RuntimeError, ValueError):  # a home folder that is not known, a NUL
-            self.show_hint(f"Not saved, no such path: {path_text(path, 30)}")
+        prompt = self._prompt
+        if self.generating:
+            prompt.border_subtitle = "Esc stop"
+        elif self._editing is not None:
+            prompt.border_subtitle = "Enter asks anew · Esc cancels"
         else:
-            self.show_hint(f"Saved to {path_text(path, 60)}")
+            prompt.border_subtitle = "Enter send · Ctrl+J new line"
+        titles = ["editing a question"] if self._editing is not None else []
+        titles += [f"+ {a.name} ({a.size})" for a in self._attached]
+        prompt.border_title = "  ".join(titles)
+        prompt.set_class(self.generating, "-generating")
+
+    async def _open_chat(self, chat_id: str) -> None:
+        chat = self._store.get_chat(chat_id)
+        self._conversation = Conversation.of(self._store, chat, self._model.name, self._settings.sampling)
+        self._editing = None
+        self._attached.clear()
+        self._last_finished = None
+        await self._view.show(self._conversation, self._model)
+        self._show_chat()
+
+    def _show_chat(self) -> None:
+        """The bars say what the shown chat is."""
+        self._top.title = self._conversation.title
+        last = self._conversation.answer_back(1)
+        usage = last.usage if last is not None else None
+        self._top.context_used = usage.prompt_tokens + usage.completion_tokens if usage else 0
+        self._status.ttft_s = self._status.answer_tokens_per_s = None
+        self._status.phase = "ready"
+        self._describe_prompt()
+        self._poll_now()
+        self._prompt.focus()

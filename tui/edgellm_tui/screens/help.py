@@ -1,7 +1,8 @@
-"""F1: every key and command, in one place that the tests compare with the bindings."""
+"""F1: every key and command, from the same table as the bindings."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from textual.app import ComposeResult
@@ -11,22 +12,52 @@ from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
-from edgellm_tui.slash import COMMANDS
+from edgellm_tui.commands import COMMANDS, OTHER_KEYS, Command
+from edgellm_tui.terminal_text import safe_line
 
-KEYS: tuple[tuple[str, str], ...] = (
-    ("Enter", "send"),
-    ("Ctrl+J", "new line; Shift+Enter too, where the terminal sends it"),
-    ("Esc", "stop the answer; what has come stays, your draft too"),
-    ("Ctrl+C", "copy the selection, else stop; twice: quit"),
-    ("Ctrl+Y", "copy the last answer"),
-    ("Ctrl+N", "new chat"),
-    ("Up, Down", "earlier prompts"),
-    ("PgUp, PgDn", "scroll; Ctrl+Home, Ctrl+End: to the ends"),
-    ("Ctrl+P", "commands and themes"),
-    ("Ctrl+D", "leave, when the prompt is empty"),
-    ("Ctrl+Q", "quit"),
-    ("F1", "this page"),
-)
+KEY_CELLS = 14
+SLASH_CELLS = 16
+
+
+def keys_of(command: Command, keymap: Mapping[str, str]) -> str:
+    """The keys as they are now: those of the table, or what a keymap puts in their place."""
+    return safe_line(keymap[command.name]) if command.name in keymap else command.shown
+
+
+def rows(keymap: Mapping[str, str], *, narrow: bool) -> list[Content]:
+    """The page, line by line, by groups."""
+    lines: list[Content] = []
+
+    def row(keys: str, slash: str, does: str) -> None:
+        if narrow:
+            name = keys or slash
+            lines.append(Content.assemble((f"{name:<11}", "bold $primary"), does))
+        else:
+            lines.append(
+                Content.assemble(
+                    (f"{keys:<{KEY_CELLS}}", "bold $primary"), (f"{slash:<{SLASH_CELLS}}", "$secondary"), does
+                )
+            )
+
+    def heading(text: str) -> None:
+        if lines:
+            lines.append(Content(""))
+        lines.append(Content.styled(text, "bold"))
+
+    heading("Writing")
+    for keys, does in OTHER_KEYS:
+        row(keys, "", does)
+    for group in dict.fromkeys(command.group for command in COMMANDS):
+        heading(group)
+        for command in COMMANDS:
+            if command.group == group:
+                slash = f"/{command.slash[0]} {command.argument}".strip() if command.slash else ""
+                row(keys_of(command, keymap), slash, command.does)
+    lines += [
+        Content(""),
+        Content.assemble(("//", "bold $secondary"), "  sends a message that begins with a slash"),
+    ]
+    return lines
 
 
 class HelpScreen(ModalScreen[None]):
@@ -36,16 +67,13 @@ class HelpScreen(ModalScreen[None]):
         Binding("escape,f1,q,enter,space", "dismiss", "Close", show=False),
     ]
 
-    def compose(self) -> ComposeResult:
-        def row(name: str, does: str) -> Content:
-            return Content.assemble((f"{name:<12}", "bold $primary"), does)
+    def __init__(self, keymap: Mapping[str, str] | None = None) -> None:
+        super().__init__()
+        self._keymap = keymap or {}
 
-        lines = [row(name, does) for name, does in KEYS]
-        lines.append(Content(""))
-        lines += [row(f"/{name}", does) for name, does in COMMANDS.items()]
-        lines.append(row("//", "sends a message that begins with a slash"))
-        with VerticalScroll(classes="help") as column:
+    def compose(self) -> ComposeResult:
+        with VerticalScroll(classes="sheet help") as column:
             column.border_title = "Keys and commands"
-            column.border_subtitle = "Esc closes"
-            for line in lines:
+            column.border_subtitle = "↑ ↓ scroll · Esc closes"
+            for line in rows(self._keymap, narrow=self.app.size.width < 70):
                 yield Static(line, classes="help-row")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from textual import events
@@ -11,12 +11,21 @@ from textual.binding import Binding, BindingType
 from textual.message import Message
 from textual.widgets import TextArea
 
+from edgellm_tui.commands import SLASH, completions
 from edgellm_tui.terminal_text import grapheme_starts, safe_text
 
 MAX_REMEMBERED_PROMPTS = 200
 
 PASTE_GAP_S = 0.1
 """Text that follows an Enter sooner than this was pasted, not typed."""
+
+
+def _common_beginning(words: Sequence[str]) -> str:
+    first, last = min(words), max(words)
+    same = 0
+    while same < min(len(first), len(last)) and first[same] == last[same]:
+        same += 1
+    return first[:same]
 
 
 class Verdict(enum.Enum):
@@ -47,6 +56,16 @@ class ChatPrompt(TextArea):
 
     class Submitted(Message):
         """Enter was pressed and the text, which is no longer in the prompt, taken."""
+
+        def __init__(self, text: str) -> None:
+            super().__init__()
+            self.text = text
+
+    class StopRequested(Message):
+        """Esc was pressed: in its order behind an Enter of the same burst."""
+
+    class Edited(Message):
+        """The text is another than before."""
 
         def __init__(self, text: str) -> None:
             super().__init__()
@@ -89,6 +108,11 @@ class ChatPrompt(TextArea):
         self._recalled = None
 
     @property
+    def sent(self) -> list[str]:
+        """The prompts that Up brings back, oldest first."""
+        return list(self._sent)
+
+    @property
     def draft(self) -> str:
         """The text with every character that has come so far."""
         self._insert_typed()
@@ -99,6 +123,10 @@ class ChatPrompt(TextArea):
         self._owed_newlines = 0
         self.text = text
         self.move_cursor(self.document.end)
+
+    def paste_text(self, text: str) -> None:
+        """Puts a text from outside into the prompt, made harmless as a pasted one is."""
+        self.replace_text(safe_text(text))
 
     def give_back(self, text: str) -> None:
         """Puts a text that was taken but cannot be sent before what has been written since."""
@@ -120,6 +148,16 @@ class ChatPrompt(TextArea):
             self._typed.append(self._line_ends(event.time) + event.character)
             return
         self._insert_typed()
+        if event.key == "escape":
+            event.stop()
+            event.prevent_default()
+            self.post_message(self.StopRequested())
+            return
+        if event.key == "tab":
+            event.stop()
+            event.prevent_default()
+            self._complete()
+            return
         if event.key in ("home", "end") and not self.text:
             event.stop()
             event.prevent_default()
@@ -135,6 +173,24 @@ class ChatPrompt(TextArea):
                 event.prevent_default()
                 return
         await super()._on_key(event)
+
+    def _complete(self) -> None:
+        """Tab: the longest common beginning of the commands that may be meant, or else the next of them."""
+        found = completions(self.text)
+        if not found:
+            return
+        common = _common_beginning(found)
+        if len(found) == 1:
+            self.replace_text(f"/{found[0]}" + (" " if SLASH[found[0]].argument else ""))
+        elif len(common) > len(self.text) - 1:
+            self.replace_text(f"/{common}")
+
+    def _on_text_area_changed(self) -> None:
+        self.post_message(self.Edited(self.text))
+
+    def load_history(self, sent: Sequence[str]) -> None:
+        """Prompts of earlier sessions, oldest first."""
+        self._sent = [*sent, *self._sent][-MAX_REMEMBERED_PROMPTS:]
 
     def _insert_typed(self) -> None:
         text = "".join(self._typed)

@@ -7,7 +7,7 @@ import time
 from textual.app import ComposeResult
 from textual.widgets import Collapsible, Static
 
-from edgellm.contracts import Finished, FinishReason
+from edgellm.contracts import DraftCounts, Finished, FinishReason, StoredMessage
 from edgellm_tui.terminal_text import safe_line
 from edgellm_tui.widgets.figures import count_text, rate_text, seconds_text
 from edgellm_tui.widgets.folding import Fold
@@ -42,6 +42,30 @@ def finished_line(finished: Finished, *, drawn: bool = False) -> str:
     return " · ".join([ending, *parts] if ending else parts)
 
 
+def stored_line(message: StoredMessage) -> tuple[str, bool]:
+    """The last line of a saved answer, and whether the answer was cut."""
+    if message.usage is not None and message.timings is not None and message.finish_reason is not None:
+        seed = message.sampling.get("seed")
+        drawn = bool(message.sampling.get("temperature")) and seed is not None
+        finished = Finished(
+            message.finish_reason, message.usage, message.timings, message.draft or DraftCounts(), seed or 0
+        )
+        line = finished_line(finished, drawn=drawn)
+        if message.finish_reason is FinishReason.ERROR:
+            line = "■ broken off · " + line
+        return line, message.finish_reason not in (FinishReason.STOP, FinishReason.TOOL_CALLS)
+    if message.partial:
+        return "■ not finished: edgellm ended while it was written · Ctrl+R answers again", True
+    return "■ broken off", True
+
+
+def place_text(place: int, count: int, chosen: bool) -> str:
+    """Which of several versions is shown, with the keys where they would act."""
+    if count < 2:
+        return ""
+    return f"‹ {place}/{count} ›" + (" Alt+←/→" if chosen else "")
+
+
 class Reply(Fold):
     """An answer in the transcript. ``text`` is what the model wrote, unchanged."""
 
@@ -54,6 +78,10 @@ class Reply(Fold):
         self._fold: Collapsible | None = None
         self._thinking_since = 0.0
         self._finished = False
+        self._line = ""
+        self._place = ""
+        self.message_id = ""
+        """Of the answer in the store."""
 
     def compose(self) -> ComposeResult:
         yield self._body
@@ -69,6 +97,11 @@ class Reply(Fold):
     @property
     def text(self) -> str:
         return "".join(self._parts)
+
+    @property
+    def has_text(self) -> bool:
+        """The model wrote something, if only thoughts."""
+        return bool(self._parts) or self._thoughts is not None
 
     async def append(self, text: str, reasoning: str = "") -> None:
         """Shows more of the answer, and of the reasoning before it."""
@@ -99,7 +132,43 @@ class Reply(Fold):
         await self._body.finish()
         if self._thoughts is not None:
             await self._thoughts.finish()
-        self._foot.update(safe_line(line))
+        self._line = safe_line(line)
+        self._show_foot()
         self._finished = True
         if style:
             self._foot.add_class(style)
+
+    def set_place(self, place: int, count: int, chosen: bool) -> None:
+        """Says which of its versions this is."""
+        self._place = place_text(place, count, chosen)
+        if self._finished or not self._parts:
+            self._show_foot()
+
+    def _show_foot(self) -> None:
+        self._foot.update(" · ".join(part for part in (self._place, self._line) if part))
+
+    async def show_thinking(self, shown: bool) -> bool:
+        """Unfolds or folds away the reasoning; False where there is none."""
+        if self._fold is not None:
+            self._fold.collapsed = not shown
+        return self._fold is not None
+
+    @property
+    def thinking_shown(self) -> bool | None:
+        return None if self._fold is None else not self._fold.collapsed
+
+    async def restore(self, message: StoredMessage) -> None:
+        """Shows a saved answer."""
+        text = message.message.content
+        whole = text if isinstance(text, str) else "".join(part.text for part in text or ())
+        if message.message.reasoning:
+            await self._append_reasoning(message.message.reasoning)
+            if self._fold is not None:
+                self._fold.title = "Thought"
+        if whole:
+            self._parts.append(whole)
+            await self._body.append(whole)
+        line, cut = stored_line(message)
+        await self.finish(line, style="-cut" if cut else "")
+        self.message_id = message.id
+        self.set_place(message.sibling, message.num_siblings, False)

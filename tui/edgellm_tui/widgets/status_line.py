@@ -10,11 +10,11 @@ from textual.reactive import reactive
 from textual.widget import Widget
 
 from edgellm.contracts import ModelInfo
+from edgellm_tui.live import context_level
 from edgellm_tui.terminal_text import safe_line
 from edgellm_tui.widgets.figures import count_text, meter, rate_text, seconds_text
 
-CONTEXT_WARNING = 0.75
-CONTEXT_ALARM = 0.90
+CONTEXT_STYLES = {"ok": "dim", "warning": "bold $text-warning", "alarm": "bold $text-error"}
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,8 @@ class TopBar(Widget):
     model: reactive[ModelInfo | None] = reactive(None)
     context_used: reactive[int] = reactive(0)
     """Tokens of the conversation that the model has seen or written."""
+    title: reactive[str] = reactive("")
+    """Of the chat."""
 
     def render(self) -> Content:
         left = [Part(Content.styled("edgellm", "bold $primary"), rank=5)]
@@ -52,6 +54,11 @@ class TopBar(Widget):
         if self.model is not None:
             left.append(Part(Content.styled(safe_line(self.model.name), "bold"), rank=1))
             left.append(Part(Content.styled(safe_line(self.model.quantization), "dim"), rank=4))
+            if self.title:
+                title = Content.styled(safe_line(self.title), "italic dim")
+                left.append(
+                    Part(title.truncate(max(12, self.content_size.width // 3), ellipsis=True), rank=6)
+                )
             right = self._context_parts(self.model.context_length)
         return fit(left, right, self.content_size.width)
 
@@ -59,11 +66,7 @@ class TopBar(Widget):
         if length <= 0:
             return []
         share = self.context_used / length
-        style = "dim"
-        if share >= CONTEXT_ALARM:
-            style = "bold $text-error"
-        elif share >= CONTEXT_WARNING:
-            style = "bold $text-warning"
+        style = CONTEXT_STYLES[context_level(self.context_used, length)]
         figures = f"{count_text(self.context_used)} / {count_text(length)}"
         return [
             Part(Content.styled(meter(share, 10), style), rank=3),

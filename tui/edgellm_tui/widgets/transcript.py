@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from textual import events
 from textual.app import ComposeResult
 from textual.containers import Container, VerticalScroll
@@ -14,14 +16,39 @@ from edgellm.contracts import ModelInfo
 from edgellm_tui.terminal_text import safe_line, safe_text
 from edgellm_tui.widgets.figures import count_text, parameters_text
 from edgellm_tui.widgets.folding import Fold, fold_distant
-from edgellm_tui.widgets.reply import Reply
+from edgellm_tui.widgets.reply import Reply, place_text
 
 
 class UserMessage(Static):
-    """What the person wrote, as written."""
+    """What the person wrote, as written; where there are several versions, which one this is."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, message_id: str = "") -> None:
+        self.text = text
+        self.message_id = message_id
+        self._place = ""
         super().__init__(safe_text(text), markup=False, classes="user")
+
+    def set_place(self, place: int, count: int, chosen: bool) -> None:
+        """Says which of its versions this is."""
+        shown = place_text(place, count, chosen)
+        if shown != self._place:
+            self._place = shown
+            line = Content(safe_text(self.text))
+            self.update(Content("\n").join([line, Content.styled(shown, "dim")]) if shown else line)
+
+
+class Earlier(Static):
+    """Stands for messages that are not mounted yet; asked for by a click or by scrolling to the top."""
+
+    class Wanted(Message):
+        """Show more of them."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(f"↑ {count:,} earlier messages · Ctrl+Home", markup=False, classes="earlier")
+
+    def on_click(self, event: events.Click) -> None:
+        event.stop()
+        self.post_message(self.Wanted())
 
 
 class QuietLine(Static):
@@ -49,7 +76,13 @@ class Welcome(Static):
             safe_line(model.quantization),
             f"{count_text(model.context_length)} tokens of context",
         ]
-        keys = [("Enter", "send"), ("Ctrl+J", "new line"), ("Esc", "stop the answer"), ("F1", "all keys")]
+        keys = [
+            ("Enter", "send"),
+            ("Ctrl+J", "new line"),
+            ("Esc", "stop the answer"),
+            ("Ctrl+S", "earlier chats"),
+            ("F1", "all keys"),
+        ]
         lines = [
             Content.styled(name, "bold $primary"),
             Content.styled(" · ".join(fact for fact in facts if fact), "dim"),
@@ -124,6 +157,31 @@ class Transcript(Container):
         else:
             self.text_arrived()
 
+    def messages(self) -> list[UserMessage | Reply]:
+        """The questions and answers that are mounted, in order."""
+        return [child for child in self.scroller.children if isinstance(child, UserMessage | Reply)]
+
+    async def cut_from(self, message_id: str) -> None:
+        """Takes away the message with this id and all that follows, notices and errors too."""
+        children = list(self.scroller.children)
+        for place, child in enumerate(children):
+            if isinstance(child, UserMessage | Reply) and child.message_id == message_id:
+                # Notices that belong to an answer stand before it.
+                while place > 0 and isinstance(children[place - 1], QuietLine | ErrorLine):
+                    place -= 1
+                await self.scroller.remove_children(children[place:])
+                break
+        self._replies = [reply for reply in self._replies if reply.is_mounted and reply.parent is not None]
+
+    async def insert(self, widgets: Sequence[Widget], *, before: Widget | None = None) -> None:
+        """Mounts saved messages, at the end or before another."""
+        await self.scroller.mount_all(widgets, before=before)
+        self._replies += [widget for widget in widgets if isinstance(widget, Reply)]
+
+    def settled(self) -> None:
+        """To be called when inserted messages have their text."""
+        self.call_after_refresh(self._fold_distant)
+
     async def clear(self, model: ModelInfo | None) -> None:
         """Empties the conversation."""
         self._replies.clear()
@@ -143,6 +201,9 @@ class Transcript(Container):
             self.to_end()
         elif self.scroller.max_scroll_y > 0:
             getattr(self.scroller, f"scroll_{where}")(animate=False)
+            if where == "home":
+                for line in self.scroller.query(Earlier):
+                    line.post_message(Earlier.Wanted())
 
     def text_arrived(self) -> None:
         """Called after text was added: the view stays where it is, with a hint if that is not the end."""

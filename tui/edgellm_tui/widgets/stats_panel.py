@@ -1,0 +1,222 @@
+"""The live panel: speed, context, cache and queue, drawn from one snapshot of polled counters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from textual.content import Content
+from textual.reactive import reactive
+from textual.widget import Widget
+
+from edgellm.contracts import DraftCounts, EngineStats
+from edgellm_tui.live import (
+    History,
+    acceptance,
+    bytes_text,
+    context_level,
+    kv_cells,
+    tokens_per_step,
+)
+from edgellm_tui.terminal_text import safe_line
+from edgellm_tui.widgets.figures import count_text, meter, rate_text, seconds_text
+from edgellm_tui.widgets.status_line import CONTEXT_STYLES
+
+STATE_STYLES = {
+    "used": "$primary",
+    "shared": "$secondary",
+    "cached": "$accent",
+    "free": "dim",
+    "evicted": "$error",
+}
+WIDE_CELLS = 30
+MAP_ROWS = 4
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Everything the panel shows, as of one poll. None is what nobody knows."""
+
+    now: float | None = None
+    """Tokens committed in the last second."""
+    answer: float | None = None
+    """Tokens per second over the answer, without its first token."""
+    ttft_s: float | None = None
+    first_thought_s: float | None = None
+    interval_p50_s: float | None = None
+    interval_p95_s: float | None = None
+    prefill_done: int = 0
+    prefill_total: int = 0
+    prefill_cached: int = 0
+    prefill_rate: float | None = None
+    context_used: int = 0
+    context_length: int = 0
+    draft: DraftCounts = field(default_factory=DraftCounts)
+    draft_off: str = ""
+    """Why nothing is drafted, where that is known."""
+    stats: EngineStats = field(default_factory=EngineStats)
+    queue_position: int = 0
+
+
+def _row(name: str, value: str, style: str = "") -> Content:
+    return Content.assemble((f"{name:<12}", "dim"), (value, style) if style else value)
+
+
+def _rates(snap: Snapshot) -> list[tuple[str, str]]:
+    dash = "–"
+    now = f"{rate_text(snap.now)} tok/s" if snap.now is not None else dash
+    answer = f"{rate_text(snap.answer)} tok/s" if snap.answer is not None else dash
+    return [("now", now), ("answer", answer)]
+
+
+def _spread(snap: Snapshot) -> str:
+    if snap.interval_p50_s is None or snap.interval_p95_s is None:
+        return ""
+    return f"{snap.interval_p50_s * 1000:.0f} / {snap.interval_p95_s * 1000:.0f} ms"
+
+
+def _draft_text(snap: Snapshot) -> str:
+    share = acceptance(snap.draft.accepted, snap.draft.proposed)
+    if share is None:
+        return "off" if snap.draft_off else "none"
+    return f"{count_text(snap.draft.accepted)} of {count_text(snap.draft.proposed)} ({share:.0%})"
+
+
+def _draft_rows(snap: Snapshot) -> list[Content]:
+    draft = snap.draft
+    share, per_step = acceptance(draft.accepted, draft.proposed), tokens_per_step(draft.accepted, draft.steps)
+    if share is None or per_step is None:
+        return [_row("drafts", _draft_text(snap))] + (
+            [Content.styled(safe_line(snap.draft_off), "dim italic")] if snap.draft_off else []
+        )
+    return [_row("drafts", _draft_text(snap)), _row("per step", f"{per_step:.2f} tokens")]
+
+
+def _map(snap: Snapshot, cells: int, rows: int) -> list[Content]:
+    runs = kv_cells(snap.stats.kv_blocks, cells * rows)
+    if not runs:
+        return []
+    marks = [(mark, STATE_STYLES[state]) for state, text in runs for mark in text]
+    lines = [marks[at : at + cells] for at in range(0, len(marks), cells)]
+    return [Content.assemble(*line) for line in lines]
+
+
+def _map_legend(snap: Snapshot) -> list[Content]:
+    marks = {state: text[0] for state, text in kv_cells(snap.stats.kv_blocks, 10_000)}
+    return [
+        Content.assemble(
+            (marks[state], STATE_STYLES[state]),
+            f" {state} ",
+            (count_text(snap.stats.kv_blocks[state]), "dim"),
+        )
+        for state in marks
+    ]
+
+
+def wide_lines(snap: Snapshot, history: History, cells: int) -> list[Content]:
+    """The panel beside the conversation."""
+    head = "bold $primary"
+    lines = [Content.styled("Speed", head), *(_row(*pair) for pair in _rates(snap))]
+    lines.append(Content.styled(history.line(cells), "$primary"))
+    if snap.first_thought_s is not None:
+        lines.append(_row("first thought", " " + seconds_text(snap.first_thought_s)))
+    lines.append(_row("first token", seconds_text(snap.ttft_s) if snap.ttft_s is not None else "–"))
+    if _spread(snap):
+        lines.append(_row("p50 / p95", _spread(snap)))
+    lines += [Content(""), Content.styled("Prompt", head)]
+    if snap.prefill_total:
+        lines.append(Content.styled(meter(snap.prefill_done / snap.prefill_total, cells), "$secondary"))
+        lines.append(_row("read", f"{count_text(snap.prefill_done)} / {count_text(snap.prefill_total)}"))
+        lines.append(_row("from cache", count_text(snap.prefill_cached)))
+        if snap.prefill_rate:
+            lines.append(_row("speed", f"{rate_text(snap.prefill_rate)} tok/s"))
+    else:
+        lines.append(_row("read", "–"))
+    if snap.context_length:
+        share = snap.context_used / snap.context_length
+        style = CONTEXT_STYLES[context_level(snap.context_used, snap.context_length)]
+        shown = "$primary" if style == "dim" else style
+        figures = f"{count_text(snap.context_used)} / {count_text(snap.context_length)}"
+        lines += [
+            Content(""),
+            Content.styled("Context", head),
+            Content.styled(meter(share, cells), shown),
+            _row(f"{share:.0%}", figures, "" if style == "dim" else style),
+        ]
+    grid = _map(snap, cells, MAP_ROWS)
+    if grid:
+        lines += [Content(""), Content.styled("KV blocks", head), *grid]
+        legend = _map_legend(snap)
+        for at in range(0, len(legend), 2):
+            pair = legend[at : at + 2]
+            left = pair[0].pad_right(max(0, cells // 2 - pair[0].cell_length))
+            lines.append(Content.assemble(left, *pair[1:]))
+    lines += [Content(""), Content.styled("Engine", head), *_draft_rows(snap)]
+    stats = snap.stats
+    if stats.weight_bytes:
+        lines.append(_row("weights", bytes_text(stats.weight_bytes)))
+    if stats.kv_bytes:
+        lines.append(_row("cache", bytes_text(stats.kv_bytes)))
+    if stats.time:
+        queue = f"{stats.running} run, {stats.waiting} wait"
+        lines.append(_row("requests", queue))
+        if snap.queue_position:
+            lines.append(_row("your place", str(snap.queue_position)))
+        lines.append(_row("runs on", safe_line(f"{stats.device}, {stats.kernel_backend}")))
+    return lines
+
+
+def narrow_lines(snap: Snapshot, history: History, cells: int) -> list[Content]:
+    """The panel as a strip above the prompt: the same figures in few lines, cut where there is no room."""
+    rates = "  ".join(f"{name} {value}" for name, value in _rates(snap))
+    speed = Content.assemble((history.line(max(8, cells // 4)), "$primary"), "  ", rates)
+    if snap.ttft_s is not None:
+        speed = Content.assemble(speed, "  ", ("first token ", "dim"), seconds_text(snap.ttft_s))
+    read = f"read {count_text(snap.prefill_done)} / {count_text(snap.prefill_total)}"
+    prompt = Content.assemble(read, (f", {count_text(snap.prefill_cached)} from cache", "dim"))
+    if snap.context_length:
+        style = CONTEXT_STYLES[context_level(snap.context_used, snap.context_length)]
+        share = snap.context_used / snap.context_length
+        prompt = Content.assemble((f"context {share:.0%}  ", style), prompt)
+    lines = [speed, prompt]
+    grid = _map(snap, max(8, cells // 3), 1)
+    if grid:
+        lines.append(Content("  ").join([grid[0], *_map_legend(snap)]))
+    lines.append(
+        Content("  ").join(
+            [
+                Content(f"drafts {_draft_text(snap)}"),
+                Content.styled(
+                    f"weights {bytes_text(snap.stats.weight_bytes)}  "
+                    f"cache {bytes_text(snap.stats.kv_bytes)}  "
+                    f"{snap.stats.running} running, {snap.stats.waiting} waiting",
+                    "dim",
+                ),
+            ]
+        )
+    )
+    return [line.truncate(cells, ellipsis=True) for line in lines]
+
+
+class StatsPanel(Widget):
+    """Draws the newest snapshot; ``show`` is called four times a second at most, and by nothing per token."""
+
+    snapshot: reactive[Snapshot] = reactive(Snapshot, layout=False)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history = History()
+
+    def show(self, snapshot: Snapshot, *, sample: bool) -> None:
+        """``sample``: an answer is being written, so that its rate belongs into the sparkline."""
+        if sample:
+            self.history.add(snapshot.now or 0.0)
+        self.set_reactive(StatsPanel.snapshot, snapshot)
+        if self.display:
+            self.refresh()
+
+    def render(self) -> Content:
+        cells = max(8, self.content_size.width)
+        lines = narrow_lines if self.has_class("-strip") else wide_lines
+        return Content("\n").join(
+            line.truncate(cells, ellipsis=True) for line in lines(self.snapshot, self.history, cells)
+        )
