@@ -119,8 +119,9 @@ class FakeRunner:
                 assert table[position // self.block_size] >= 0
         assert planned.needs_logits == (end == len(tokens))
         self.committed[sid] = end
+        scores = tuple(tuple(0.0 for _ in blocks) for blocks in planned.score_blocks)
         if not planned.needs_logits:
-            return SequenceResult(sid, ())
+            return SequenceResult(sid, (), block_scores=scores)
         if self.error_at is not None and len(answer) >= self.error_at:
             return SequenceResult(sid, (), error="NaN in the logits")
         script = list(self.script(prompt))
@@ -128,7 +129,8 @@ class FakeRunner:
         new = [script[i % len(script)] for i in range(len(answer), len(answer) + count)]
         answer.extend(new)
         self.committed[sid] = len(prompt) + len(answer) - 1
-        return SequenceResult(sid, tuple(new), draft_proposed=count - 1, draft_accepted=count - 1)
+        drafted = {"draft_proposed": count - 1, "draft_accepted": count - 1}
+        return SequenceResult(sid, tuple(new), **drafted, block_scores=scores)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
