@@ -156,8 +156,10 @@ def command(
         )
     if as_json and prompt is None:
         raise UsageError('--json needs a prompt: edgellm chat --json "What is the capital of France?"')
-    if mode.kind == "screen" and (url or continued):
-        mode = Mode("lines", f"{'--url' if url else '--continue'} is answered in lines, not on the screen")
+    if mode.kind == "screen" and url:
+        mode = Mode("lines", "--url is answered in lines, not on the screen")
+    if mode.kind == "screen" and continued is not None and no_save:
+        mode = Mode("lines", "--continue with --no-save is answered in lines, not on the screen")
     if mode.why:
         output.note(mode.why)
 
@@ -173,7 +175,7 @@ def command(
             found, path = local_model(resolved.model, output)
         opening = Opening(resolved, found, path, constraint, unnamed, is_named=named)
     if mode.kind == "screen":
-        return run_screen(opening, system or "")
+        return run_screen(opening, session, system or "")
     from edgellm.cli import plain_chat
 
     try:
@@ -381,7 +383,7 @@ class Opening:
         return keys[0]
 
 
-def run_screen(opening: Opening, system: str) -> int:
+def run_screen(opening: Opening, session: ChatSession, system: str) -> int:
     """The Textual screen; the model is loaded behind it. Returns the exit code."""
     import gc
 
@@ -396,7 +398,15 @@ def run_screen(opening: Opening, system: str) -> int:
         )
 
     assert opening.model is not None
-    app = EdgeChat(opener=opener, model_name=opening.model.name)
+    session.shows_notices = False  # the screen does
+    store = session.open_store()
+    app = EdgeChat(
+        opener=opener,
+        model_name=opening.model.name,
+        store=store,
+        chat_id=session.continued.id if session.continued is not None else None,
+        notices=tuple(n for n in session.notices if store is None or n not in store.notices),
+    )
     # A screen makes many small objects, and each full collection looks at all that torch and the libraries
     # hold too: a visible pause. What lives now lives until the end.
     gc.freeze()

@@ -22,13 +22,14 @@ class ChatSession:
         self.output = output
         self.as_json = as_json
         self.saves = saves
+        self.shows_notices = not as_json
         self.notices: list[Notice] = []
         self.store: ChatStore | None = None
         self.continued: StoredChat | None = None
 
     def on_notice(self, notice: Notice) -> None:
         self.notices.append(notice)
-        if not self.as_json:
+        if self.shows_notices:
             self.output.notice(notice)
 
     def open_store(self) -> ChatStore | None:
@@ -75,9 +76,16 @@ class ChatSession:
 
     @property
     def continued_model(self) -> str | None:
-        """The MODEL argument that the chat which is gone on with was begun with."""
-        found = self.continued.params.get("model_argument") if self.continued is not None else None
-        return found if isinstance(found, str) and found else None
+        """The MODEL argument that the chat which is gone on with was begun with, or a catalog model that
+        answered it last."""
+        if self.continued is None:
+            return None
+        found = self.continued.params.get("model_argument")
+        if isinstance(found, str) and found:
+            return found
+        from edgellm_models.catalog import load_catalog
+
+        return self.continued.model if self.continued.model in load_catalog() else None
 
     def close(self) -> None:
         if self.store is not None:

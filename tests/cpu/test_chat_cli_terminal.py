@@ -138,6 +138,23 @@ def test_screen_answers_stops_and_gives_the_terminal_back(terminal: Start) -> No
     assert_restored(window)
 
 
+def test_a_screen_that_is_killed_in_an_answer_opens_again_with_all_of_it(terminal: Start) -> None:
+    window = terminal(FAKE_SCRIPTS=HELD)
+    window.until("Ask anything")
+    window.send("First question\r")
+    window.until("The capital")
+    time.sleep(1.0)  # what was streamed a second ago is on the disk
+    window.process.kill(9)
+    window.end()
+    window = terminal("--continue")
+    window.until("First question")
+    window.until("The capital")
+    window.send("Go on\r")
+    window.until("Paris.")
+    window.send("\x11")
+    assert window.end() == 0
+
+
 @pytest.mark.parametrize("key", ["\x04", "\x11"])
 def test_ctrl_d_and_ctrl_q_leave_with_0(terminal: Start, key: str) -> None:
     """H15: leaving is no abort."""
