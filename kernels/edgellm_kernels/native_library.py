@@ -44,7 +44,7 @@ class NativeLibrary:
 
     path: Path
     backend: str
-    """avx2 or portable"""
+    """avx512vnni, avx2 or portable"""
     functions: dict[str, Callable[..., int]]
 
     def call(self, name: str, *arguments: Any) -> None:
@@ -74,20 +74,29 @@ def built_libraries() -> dict[str, Path]:
     return {backend: folder / build.library_name(backend) for backend in build.backends()}
 
 
-def find_library() -> Path | None:
-    """The library for this processor, or None: then ``why_missing`` says why."""
+def runnable_libraries() -> dict[str, Path]:
+    """Those of ``built_libraries`` that this processor runs, the plainest first, the fastest last."""
     built = built_libraries()
     portable = built.get("portable")
     if portable is None:
-        return None
-    if "avx2" not in built:
-        return portable
-    answer = ctypes.c_int32(0)
+        return {}
     try:
-        ctypes.CDLL(str(portable)).edgellm_has_avx2(ctypes.byref(answer))
+        probe = ctypes.CDLL(str(portable))
     except OSError:
-        return None
-    return built["avx2"] if answer.value else portable
+        return {}
+    return {name: path for name, path in built.items() if name == "portable" or _runs(probe, name)}
+
+
+def _runs(probe: ctypes.CDLL, backend: str) -> bool:
+    """Whether this processor runs a back end, as a library that it surely runs says."""
+    answer = ctypes.c_int32(0)
+    getattr(probe, f"edgellm_has_{backend}")(ctypes.byref(answer))
+    return bool(answer.value)
+
+
+def find_library() -> Path | None:
+    """The library for this processor, or None: then ``why_missing`` says why."""
+    return next(reversed(runnable_libraries().values()), None)
 
 
 def why_missing() -> str:

@@ -15,10 +15,9 @@ from edgellm_kernels.native_library import NativeError
 from edgellm_kernels.operands import Prepared
 from edgellm_kernels.ops import KernelUnavailableError, load_kernels
 from edgellm_kernels.weights import BlockLayout, BlockQuantWeight, DenseWeight, StackedWeight, prepare
-from tests.support.native import BLOCK_TYPES, DENSE_TYPES, Native, decoded, native, random_rows
+from tests.support.native import BLOCK_TYPES, DENSE_TYPES, Native, backends, decoded, native, random_rows
 
-BACKENDS = ["avx2", "portable"]
-ROWS = (1, 2, 3, 5, 16, 65)
+ROWS = (1, 2, 3, 5, 8, 16, 65)
 
 
 def width(type_name: str, blocks: int) -> int:
@@ -27,7 +26,7 @@ def width(type_name: str, blocks: int) -> int:
     return 32 * blocks + 13 if unit == 1 else unit * blocks
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
+@pytest.fixture(scope="module", params=backends())
 def threads(request: pytest.FixtureRequest) -> Iterator[list[Native]]:
     """One back end with 1, 2 and 3 threads."""
     with ExitStack() as stack:
@@ -80,7 +79,7 @@ def test_products_keep_their_bounds_and_a_row_its_bits(threads: list[Native], ty
         assert torch.equal(last, whole[-1:])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", backends())
 @pytest.mark.parametrize("type_name", ["Q4_0", "Q8_0", "Q6_K", "F16"])
 def test_wide_weights(backend: str, type_name: str) -> None:
     """Shapes of real models: more blocks than a panel holds, rows and chunks that do not end with one."""
@@ -97,7 +96,7 @@ def test_wide_weights(backend: str, type_name: str) -> None:
     assert ((whole - x.double() @ weight.double().t()).abs() <= 2e-5 * size).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", backends())
 def test_the_largest_codes_and_activations_do_not_overflow(backend: str) -> None:
     """Every product of a block of 32 at its extreme and of one sign: exact in 32 bits."""
     k = 64
@@ -111,7 +110,7 @@ def test_the_largest_codes_and_activations_do_not_overflow(backend: str) -> None
             assert torch.allclose(out, (-128.0 * x.sum(1)[:count, None]).expand(-1, 8), rtol=1e-6)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", backends())
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_stays_so_in_its_row(backend: str, bad: float) -> None:
     rows = random_rows("Q4_1", 8, 64)
@@ -125,7 +124,7 @@ def test_what_is_not_finite_stays_so_in_its_row(backend: str, bad: float) -> Non
     assert torch.equal(out[[0, 1, 3, 4]], expected[[0, 1, 3, 4]])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", backends())
 def test_quiet_activations_keep_their_precision(backend: str) -> None:
     """Blocks of zeros give zeros; tiny ones (down to 1e-29) as many digits as others."""
     rows = random_rows("Q5_0", 8, 64)

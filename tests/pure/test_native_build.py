@@ -19,7 +19,9 @@ def small(tmp_path: Path) -> Path:
     for name in ("api.h", "api_core.h"):
         shutil.copy(build.SOURCES / name, sources)
     (sources / "one.cpp").write_text(
-        '#include "api_core.h"\nint edgellm_has_avx2(int32_t* answer) { *answer = 1; return 0; }\n'
+        '#include "api_core.h"\n'
+        "int edgellm_has_avx2(int32_t* answer) { *answer = 1; return 0; }\n"
+        "int edgellm_has_avx512vnni(int32_t* answer) { *answer = 1; return 0; }\n"
     )
     return sources
 

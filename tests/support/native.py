@@ -12,7 +12,7 @@ import torch
 
 from edgellm_kernels.ggml_blocks import dequantize
 from edgellm_kernels.ggml_types import GGML_TYPES_BY_NAME
-from edgellm_kernels.native_library import NativeLibrary, built_libraries, open_library, why_missing
+from edgellm_kernels.native_library import NativeLibrary, built_libraries, open_library, runnable_libraries, why_missing
 from edgellm_kernels.weights import BlockLayout
 
 BLOCK_TYPES = [layout.value for layout in BlockLayout]
@@ -107,7 +107,7 @@ class Native:
 
 @contextmanager
 def native(backend: str, threads: int = 1) -> Iterator[Native]:
-    """A back end (avx2 or portable) with a pool of ``threads``, which ends with the block."""
+    """A back end (see ``backends``) with a pool of ``threads``, which ends with the block."""
     built = built_libraries()
     assert backend in built, why_missing()
     library = open_library(built[backend])
@@ -122,8 +122,4 @@ def native(backend: str, threads: int = 1) -> Iterator[Native]:
 
 def backends() -> list[str]:
     """The back ends that this processor runs."""
-    from edgellm_kernels.native_library import find_library
-
-    best = find_library()
-    runs_all = best is not None and best.stem.removeprefix("libedgellm_") != "portable"
-    return list(built_libraries()) if runs_all else ["portable"]
+    return list(runnable_libraries())

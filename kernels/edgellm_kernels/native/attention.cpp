@@ -3,9 +3,10 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
-#include "simd.h"
+#include "kv_lanes.h"
 #include "vector_math.h"
 
 namespace edgellm {
@@ -16,6 +17,11 @@ using namespace simd;
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 // Rows (queries times heads of a group) that share one decoded tile of keys.
 constexpr int64_t kMaxRows = 64;
+
+// Up to so many rows read K and V where they lie; more share what is decoded once.
+constexpr int64_t kRowsInPlace = 8;
+// Keys that are asked for before they are read: those of one head lie too far apart for the processor to foresee.
+constexpr int64_t kAhead = 24;
 
 int64_t padded(int64_t dim) { return (dim + 15) / 16 * 16; }
 
@@ -31,11 +37,20 @@ struct Split {
   float* parts;
 };
 
+// The K or V of a tile's columns, each where it lies: in the pages, or decoded.
+struct TileRows {
+  int64_t type = kKVF32;
+  bool in_place = false;
+  const uint8_t* data[kTileKeys];
+  float scales[kTileKeys];  // of int8 rows
+};
+
 // What a thread needs while it attends. Grown once, kept.
 struct Scratch {
   std::vector<float> q, keys, values, scores, weighted, peaks, totals, tile_peaks, tile_totals, old_share, new_share;
   std::vector<int64_t> slots;
   std::vector<float> zeros;
+  TileRows key_rows, value_rows;
 
   void fit(int64_t rows, int64_t k_dim, int64_t v_dim) {
     const auto grow = [](auto& buffer, int64_t size) {
@@ -48,8 +63,9 @@ struct Scratch {
     grow(scores, rows * kTileKeys);
     grow(weighted, rows * v_dim);
     for (auto* row : {&peaks, &totals, &tile_peaks, &tile_totals, &old_share, &new_share}) grow(*row, whole);
-    grow(slots, kTileKeys);
-    if (static_cast<int64_t>(zeros.size()) < k_dim) zeros.assign(static_cast<size_t>(k_dim), 0.0f);
+    grow(slots, kTileKeys + kAhead);
+    const int64_t widest = std::max(k_dim, v_dim);
+    if (static_cast<int64_t>(zeros.size()) < widest) zeros.assign(static_cast<size_t>(widest), 0.0f);
   }
 };
 
@@ -58,33 +74,47 @@ Scratch& scratch() {
   return buffers;
 }
 
-// scores[m][column .. column + 3] of kRows rows; k: four keys.
-template <int kRows>
-void dot_block(const float* q, int64_t dim, const float* const* k, float* scores) {
-  F32 sums[kRows][4];
+// scores[m][column .. column + 3] of kRows rows.
+template <int64_t kType, int kRows>
+void dot_block(const float* q, int64_t dim, const TileRows& keys, int64_t column, float* scores) {
+  const uint8_t* const* k = keys.data + column;
+  F32 sums[kRows][4], scale[4];
+  for (int c = 0; c < 4; ++c) scale[c] = kType == kKVInt8 ? splat(keys.scales[column + c]) : zero();
   for (int m = 0; m < kRows; ++m) {
     for (int c = 0; c < 4; ++c) sums[m][c] = zero();
   }
   for (int64_t d = 0; d < dim; d += kLanes) {
-    const F32 key[4] = {load(k[0] + d), load(k[1] + d), load(k[2] + d), load(k[3] + d)};
+    F32 key[4];
+    for (int c = 0; c < 4; ++c) key[c] = load_lanes<kType>(k[c], d, scale[c]);
     for (int m = 0; m < kRows; ++m) {
       const F32 query = load(q + m * dim + d);
       for (int c = 0; c < 4; ++c) sums[m][c] = fma(query, key[c], sums[m][c]);
     }
   }
-  for (int m = 0; m < kRows; ++m) store_sums(scores + m * kTileKeys, sums[m][0], sums[m][1], sums[m][2], sums[m][3]);
+  for (int m = 0; m < kRows; ++m)
+    store_sums(scores + m * kTileKeys + column, sums[m][0], sums[m][1], sums[m][2], sums[m][3]);
 }
 
-// sums over columns first .. last - 1 of weights[m][column] * values[column][0 .. 15], key by key; then
+template <int64_t kType>
+void dot_rows(const float* q, int64_t rows, int64_t dim, const TileRows& keys, int64_t column, float* scores) {
+  int64_t m = 0;
+  for (; m + 3 <= rows; m += 3) dot_block<kType, 3>(q + m * dim, dim, keys, column, scores + m * kTileKeys);
+  if (rows - m == 2) dot_block<kType, 2>(q + m * dim, dim, keys, column, scores + m * kTileKeys);
+  if (rows - m == 1) dot_block<kType, 1>(q + m * dim, dim, keys, column, scores + m * kTileKeys);
+}
+
+// sums over columns first .. last - 1 of weights[m][column] * values[column][d .. d + 15], key by key; then
 // out = old_share * out + new_share * sums.
-template <int kRows>
+template <int64_t kType, int kRows>
 void weigh_block(
-    const float* weights, const float* values, int64_t v_dim, int64_t first, int64_t last, const float* old_share,
-    const float* new_share, float* out) {
+    const float* weights, const TileRows& values, int64_t v_dim, int64_t d, int64_t first, int64_t last,
+    const float* old_share, const float* new_share, float* out) {
   F32 low[kRows], high[kRows];
   for (int m = 0; m < kRows; ++m) low[m] = high[m] = zero();
   for (int64_t c = first; c < last; ++c) {
-    const F32 v0 = load(values + c * v_dim), v1 = load(values + c * v_dim + kLanes);
+    const F32 scale = kType == kKVInt8 ? splat(values.scales[c]) : zero();
+    const F32 v0 = load_lanes<kType>(values.data[c], d, scale);
+    const F32 v1 = load_lanes<kType>(values.data[c], d + kLanes, scale);
     for (int m = 0; m < kRows; ++m) {
       const F32 w = splat(weights[m * kTileKeys + c]);
       low[m] = fma(w, v0, low[m]);
@@ -93,39 +123,45 @@ void weigh_block(
   }
   for (int m = 0; m < kRows; ++m) {
     const F32 a = splat(old_share[m]), b = splat(new_share[m]);
-    float* row = out + m * v_dim;
+    float* row = out + m * v_dim + d;
     store(row, fma(low[m], b, load(row) * a));
     store(row + kLanes, fma(high[m], b, load(row + kLanes) * a));
   }
 }
 
-void dot_rows(const float* q, int64_t rows, int64_t dim, const float* const* k, float* scores) {
-  int64_t m = 0;
-  for (; m + 3 <= rows; m += 3) dot_block<3>(q + m * dim, dim, k, scores + m * kTileKeys);
-  if (rows - m == 2) dot_block<2>(q + m * dim, dim, k, scores + m * kTileKeys);
-  if (rows - m == 1) dot_block<1>(q + m * dim, dim, k, scores + m * kTileKeys);
-}
-
-void weigh_rows(
-    Scratch& s, int64_t rows, int64_t v_dim, int64_t first, int64_t last) {
+template <int64_t kType> void weigh_rows_of(Scratch& s, int64_t rows, int64_t v_dim, int64_t first, int64_t last) {
   constexpr int kBlock = 6;
   for (int64_t m = 0; m < rows;) {
     const int64_t count = std::min<int64_t>(kBlock, rows - m);
     for (int64_t d = 0; d < v_dim; d += 2 * kLanes) {
       const float* w = s.scores.data() + m * kTileKeys;
-      const float *v = s.values.data() + d, *a = s.old_share.data() + m, *b = s.new_share.data() + m;
-      float* out = s.weighted.data() + m * v_dim + d;
+      const float *a = s.old_share.data() + m, *b = s.new_share.data() + m;
+      const TileRows& v = s.value_rows;
+      float* out = s.weighted.data() + m * v_dim;
       switch (count) {
-        case 6: weigh_block<6>(w, v, v_dim, first, last, a, b, out); break;
-        case 5: weigh_block<5>(w, v, v_dim, first, last, a, b, out); break;
-        case 4: weigh_block<4>(w, v, v_dim, first, last, a, b, out); break;
-        case 3: weigh_block<3>(w, v, v_dim, first, last, a, b, out); break;
-        case 2: weigh_block<2>(w, v, v_dim, first, last, a, b, out); break;
-        default: weigh_block<1>(w, v, v_dim, first, last, a, b, out); break;
+        case 6: weigh_block<kType, 6>(w, v, v_dim, d, first, last, a, b, out); break;
+        case 5: weigh_block<kType, 5>(w, v, v_dim, d, first, last, a, b, out); break;
+        case 4: weigh_block<kType, 4>(w, v, v_dim, d, first, last, a, b, out); break;
+        case 3: weigh_block<kType, 3>(w, v, v_dim, d, first, last, a, b, out); break;
+        case 2: weigh_block<kType, 2>(w, v, v_dim, d, first, last, a, b, out); break;
+        default: weigh_block<kType, 1>(w, v, v_dim, d, first, last, a, b, out); break;
       }
     }
     m += count;
   }
+}
+
+template <class F> void visit_type(int64_t type, F&& visit) {
+  switch (type) {
+    case kKVF32: visit(std::integral_constant<int64_t, kKVF32>{}); break;
+    case kKVF16: visit(std::integral_constant<int64_t, kKVF16>{}); break;
+    case kKVBF16: visit(std::integral_constant<int64_t, kKVBF16>{}); break;
+    default: visit(std::integral_constant<int64_t, kKVInt8>{}); break;
+  }
+}
+
+void weigh_rows(Scratch& s, int64_t rows, int64_t v_dim, int64_t first, int64_t last) {
+  visit_type(s.value_rows.type, [&](auto type) { weigh_rows_of<type.value>(s, rows, v_dim, first, last); });
 }
 
 // Slots of columns first .. last - 1 of a tile, -1 where no key lies. Returns how many there are.
@@ -252,8 +288,13 @@ class Attender {
     const int64_t found = find_slots(call_, work_.sequence, tile, columns_.first, columns_.last, slots);
     if (found == 0) return false;
     const bool holes = found < columns_.last - columns_.first;
+    std::fill(slots + columns_.last, slots + columns_.last + kAhead, int64_t{-1});
+    if (columns_.last == kTileKeys && tile + 1 < work_.last_tile) {
+      find_slots(call_, work_.sequence, tile + 1, 0, kAhead, slots + kTileKeys);
+    }
+    place_rows(key_side(call_.pages), slots, k_dim_, s_.keys.data(), s_.key_rows);
+    place_rows(value_side(call_.pages), slots, v_dim_, s_.values.data(), s_.value_rows);
     score(slots);
-    load_values(slots);
     bool any = false;
     for (int64_t m = 0; m < rows_; ++m) {
       if (soften(m, tile, holes, slots)) any = true;
@@ -261,37 +302,49 @@ class Attender {
     return any;
   }
 
-  void score(const int64_t* slots) {
-    const KVSide side = key_side(call_.pages);
-    // Keys lie far apart in the pages: only few rows read them in place.
-    const bool in_place = side.type == kKVF32 && side.dim == k_dim_ && rows_ <= 8;
+  // Where each column's row can be read as it is, or decoded into `buffer`.
+  void place_rows(const KVSide& side, const int64_t* slots, int64_t width, float* buffer, TileRows& rows) {
     const int64_t first = columns_.first, last = columns_.last;
-    if (!in_place) {
-      decode_rows(side, slots + first, last - first, work_.kv_head, s_.keys.data() + first * k_dim_, k_dim_);
-    }
-    // Rows of one head lie too far apart for the processor to foresee them.
-    constexpr int64_t kAhead = 16;
-    for (int64_t c = first; c < last; c += 4) {
-      const float* keys[4];
-      for (int64_t i = 0; i < 4; ++i) {
-        const int64_t slot = slots[c + i], later = in_place && c + i + kAhead < last ? slots[c + i + kAhead] : -1;
-        if (later >= 0) {
-          const float* row = static_cast<const float*>(side.data) + side.row(later, work_.kv_head) * side.dim;
-          for (int64_t d = 0; d < side.dim; d += 16) __builtin_prefetch(row + d);
-        }
-        if (!in_place) keys[i] = s_.keys.data() + (c + i) * k_dim_;
-        else if (slot < 0) keys[i] = s_.zeros.data();
-        else keys[i] = static_cast<const float*>(side.data) + side.row(slot, work_.kv_head) * side.dim;
+    const bool in_place = side.dim == width && rows_ <= kRowsInPlace;
+    rows.in_place = in_place;
+    rows.type = in_place ? side.type : int64_t{kKVF32};
+    if (!in_place) decode_rows(side, slots + first, last - first, work_.kv_head, buffer + first * width, width);
+    const int64_t row_bytes = side.dim * element_bytes(side.type);
+    for (int64_t c = first; c < last; ++c) {
+      rows.scales[c] = 0.0f;
+      if (!in_place) {
+        rows.data[c] = reinterpret_cast<const uint8_t*>(buffer + c * width);
+      } else if (slots[c] < 0) {
+        rows.data[c] = reinterpret_cast<const uint8_t*>(s_.zeros.data());
+      } else {
+        const int64_t row = side.row(slots[c], work_.kv_head);
+        rows.data[c] = static_cast<const uint8_t*>(side.data) + row * row_bytes;
+        if (side.type == kKVInt8) rows.scales[c] = f16_one(side.scales[row]);
       }
-      dot_rows(s_.q.data(), rows_, k_dim_, keys, s_.scores.data() + c);
     }
   }
 
-  void load_values(const int64_t* slots) {
-    const int64_t first = columns_.first;
-    decode_rows(
-        value_side(call_.pages), slots + first, columns_.last - first, work_.kv_head,
-        s_.values.data() + first * v_dim_, v_dim_);
+  void score(const int64_t* slots) {
+    const KVSide side = key_side(call_.pages);
+    const bool keys_in_place = s_.key_rows.in_place, values_in_place = s_.value_rows.in_place;
+    const int64_t key_bytes = side.dim * element_bytes(side.type);
+    const int64_t value_bytes = call_.pages.v_dim * element_bytes(call_.pages.value_type);
+    visit_type(s_.key_rows.type, [&](auto type) {
+      for (int64_t c = columns_.first; c < columns_.last; c += 4) {
+        for (int64_t i = c; i < c + 4; ++i) {
+          if (keys_in_place && slots[i + kAhead] >= 0) {
+            prefetch(static_cast<const uint8_t*>(side.data) +
+                         side.row(slots[i + kAhead], work_.kv_head) * key_bytes, key_bytes);
+          }
+          if (values_in_place) prefetch(s_.value_rows.data[i], value_bytes);
+        }
+        dot_rows<type.value>(s_.q.data(), rows_, k_dim_, s_.key_rows, c, s_.scores.data());
+      }
+    });
+  }
+
+  static void prefetch(const uint8_t* row, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at);
   }
 
   // The weights of row m: scores become e^(score - peak), with their sum. False where the row sees no key.

@@ -27,7 +27,10 @@ REASON = "reason.txt"
 STAMP = "sources.txt"
 COMMON_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno")
 WARNING_FLAGS = ("-Wall", "-Wextra", "-Wno-psabi")
-X86_BACKENDS = {"avx2": ("-DEDGELLM_AVX2", "-mavx2", "-mfma", "-mf16c")}
+_AVX2 = ("-DEDGELLM_AVX2", "-mavx2", "-mfma", "-mf16c")
+_AVX512 = ("-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq", "-mavx512vnni", "-mprefer-vector-width=256")
+X86_BACKENDS = {"avx2": _AVX2, "avx512vnni": (*_AVX2, "-DEDGELLM_VNNI", *_AVX512)}
+"""From the plainest on; the same bits, so that a processor's age shows in nothing but speed."""
 COMPILE_TIMEOUT_S = 300
 
 

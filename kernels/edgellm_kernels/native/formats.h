@@ -20,31 +20,28 @@ inline I32 shift_to(I32 v, int from, int to) {
   return from >= to ? simd::shift_right(v, from - to) : simd::shift_left(v, to - from);
 }
 
-// body(p, codes of the weights 2p and 2p + 1 of every row) for p = FIRST .. FIRST + COUNT - 1.
-template <int BITS, int FIRST, int COUNT, class F> inline __attribute__((always_inline)) void for_pairs(const uint8_t* q, F&& body) {
+// The codes of the weights 2p and 2p + 1 of every row.
+template <int BITS> inline __attribute__((always_inline)) I16 codes_at(const uint8_t* q, int p) {
   using namespace simd;
   if constexpr (BITS == 8) {
-#pragma GCC unroll 16
-    for (int p = FIRST; p < FIRST + COUNT; ++p) body(p, widen_i8(reinterpret_cast<const int8_t*>(q) + 16 * p));
+    return widen_i8(reinterpret_cast<const int8_t*>(q) + 16 * p);
   } else if constexpr (BITS >= 4) {
-    const I32 low = splat_i32(0x000f000f);
-#pragma GCC unroll 16
-    for (int p = FIRST; p < FIRST + COUNT; ++p) {
-      I32 codes = shift_right(load_i32(q + 32 * (p / 4)), 4 * (p % 4)) & low;
-      if constexpr (BITS == 5) codes = codes | (shift_to(load_i32(q + 128), p, 4) & splat_i32(0x00100010));
-      if constexpr (BITS == 6)
-        codes = codes | (shift_to(load_i32(q + 128 + 32 * (p / 8)), 2 * (p % 8), 4) & splat_i32(0x00300030));
-      body(p, as_i16(codes));
-    }
+    I32 codes = shift_right(load_i32(q + 32 * (p / 4)), 4 * (p % 4)) & splat_i32(0x000f000f);
+    if constexpr (BITS == 5) codes = codes | (shift_to(load_i32(q + 128), p, 4) & splat_i32(0x00100010));
+    if constexpr (BITS == 6)
+      codes = codes | (shift_to(load_i32(q + 128 + 32 * (p / 8)), 2 * (p % 8), 4) & splat_i32(0x00300030));
+    return as_i16(codes);
   } else {
-    const I32 low = splat_i32(0x00030003);
-#pragma GCC unroll 16
-    for (int p = FIRST; p < FIRST + COUNT; ++p) {
-      I32 codes = shift_right(load_i32(q + 32 * (p / 8)), 2 * (p % 8)) & low;
-      if constexpr (BITS == 3) codes = codes | (shift_to(load_i32(q + 64), p, 2) & splat_i32(0x00040004));
-      body(p, as_i16(codes));
-    }
+    I32 codes = shift_right(load_i32(q + 32 * (p / 8)), 2 * (p % 8)) & splat_i32(0x00030003);
+    if constexpr (BITS == 3) codes = codes | (shift_to(load_i32(q + 64), p, 2) & splat_i32(0x00040004));
+    return as_i16(codes);
   }
+}
+
+// body(p, codes_at(p)) for p = FIRST .. FIRST + COUNT - 1.
+template <int BITS, int FIRST, int COUNT, class F> inline __attribute__((always_inline)) void for_pairs(const uint8_t* q, F&& body) {
+#pragma GCC unroll 16
+  for (int p = FIRST; p < FIRST + COUNT; ++p) body(p, codes_at<BITS>(q, p));
 }
 
 inline const uint16_t* halves(const uint8_t* p) { return reinterpret_cast<const uint16_t*>(p); }

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <limits>
 
-#include "simd.h"
+#include "kv_lanes.h"
 
 namespace edgellm {
 namespace {
@@ -87,13 +87,6 @@ bool tables_fit(const KVPages& pages, const GroupTables& tables, const BatchRows
 }
 
 namespace {
-
-template <int64_t kType> F32 load_lanes(const void* data, int64_t at, F32 scale) {
-  if constexpr (kType == kKVF32) return load(static_cast<const float*>(data) + at);
-  if constexpr (kType == kKVF16) return load_f16(static_cast<const uint16_t*>(data) + at);
-  if constexpr (kType == kKVBF16) return load_bf16(static_cast<const uint16_t*>(data) + at);
-  return to_f32(load_i8(static_cast<const int8_t*>(data) + at)) * scale;
-}
 
 template <int64_t kType> float load_one(const void* data, int64_t at, float scale) {
   if constexpr (kType == kKVF32) return static_cast<const float*>(data)[at];

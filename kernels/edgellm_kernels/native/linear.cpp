@@ -37,8 +37,7 @@ void linear_task(const PackedWeight& weight, const LinearInput& input, const Lin
   if (input.quantized == nullptr || !has_integer_kernel(weight.format)) {
     exact_panel(weight, tile, tiles, input.values + row * weight.k, rows, sums);
   } else if (rows <= kFewRows) {
-    for (int t = 0; t < tiles; ++t)
-      integer_rows(weight, tile + t, input.quantized + row * blocks, rows, sums + t * kTileRows);
+    integer_rows(weight, tile, tiles, input.quantized + row * blocks, rows, sums);
   } else {
     integer_panel(weight, tile, tiles, input.quantized + row * blocks, rows, sums);
   }

@@ -36,8 +36,8 @@ void decode_row(const PackedWeight& weight, int64_t row, float scale, float* out
 
 // --- what the two kinds of kernels offer to linear.cpp: sums over all of k, [rows][tiles * 8] with stride ---
 
-// A few rows of activations, one tile: codes stay in registers.
-void integer_rows(const PackedWeight& weight, int64_t tile, const ActivationBlock* x, int64_t rows, float* sums);
+// A few rows of activations, one or two tiles: codes stay in registers.
+void integer_rows(const PackedWeight& weight, int64_t tile, int tiles, const ActivationBlock* x, int64_t rows, float* sums);
 // Many rows of activations, at most kPanelRows, and one or two tiles: codes are unpacked once into the cache.
 void integer_panel(const PackedWeight& weight, int64_t tile, int tiles, const ActivationBlock* x, int64_t rows, float* sums);
 void exact_panel(const PackedWeight& weight, int64_t tile, int tiles, const float* x, int64_t rows, float* sums);

@@ -79,6 +79,63 @@ void multiply_tile(const uint8_t* unit, const ActivationBlock* x, int64_t stride
   for (int r = 0; r < ROWS; ++r) store(sums + r * kSumStride, sum[r]);
 }
 
+// Four rows of activations times two tiles, straight from the units: a pair of activations serves both tiles, a code
+// all rows.
+template <class T, int ROWS>
+void multiply_two_tiles(
+    const uint8_t* first, const uint8_t* second, const ActivationBlock* x, int64_t stride, int64_t k, float* sums) {
+  constexpr int S = kSpans<T>;
+  const uint8_t* unit[2] = {first, second};
+  F32 sum[2][ROWS];
+  for (int t = 0; t < 2; ++t)
+    for (int r = 0; r < ROWS; ++r) sum[t][r] = zero();
+  for (int64_t u = 0; u < k / T::kUnit; ++u) {
+    F32 scale[2][T::kUnit / T::kSpan], min[2][T::kUnit / T::kSpan];
+    const uint8_t* q[2];
+    for (int t = 0; t < 2; ++t) {
+      T::scales(unit[t], scale[t], min[t]);
+      q[t] = unit[t] + T::kHeader;
+      for (int64_t line = 0; line < kUnitBytes<T>; line += 64) __builtin_prefetch(unit[t] + kPrefetchBytes + line);
+      unit[t] += kUnitBytes<T>;
+    }
+#pragma GCC unroll 1
+    for (int b = 0; b < T::kUnit / 32; ++b, ++x) {
+#pragma GCC unroll 2
+      for (int s = 0; s < S; ++s) {
+        I32 product[2][ROWS];
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; ++r)
+          product[0][r] = product[1][r] = splat_i32(T::kZero == 0 ? 0 : offset_of<S>(x[r * stride], s, T::kZero));
+#pragma GCC unroll 16
+        for (int p = 16 / S * s; p < 16 / S * (s + 1); ++p) {
+          const I16 codes[2] = {codes_at<T::kBits>(q[0], p), codes_at<T::kBits>(q[1], p)};
+#pragma GCC unroll 4
+          for (int r = 0; r < ROWS; ++r) {
+            const I16 pair = splat_pair(x[r * stride].q + 2 * p);
+            product[0][r] = dot_pairs(product[0][r], codes[0], pair);
+            product[1][r] = dot_pairs(product[1][r], codes[1], pair);
+            pin(product[0][r]);
+            pin(product[1][r]);
+          }
+        }
+#pragma GCC unroll 2
+        for (int t = 0; t < 2; ++t) {
+#pragma GCC unroll 4
+          for (int r = 0; r < ROWS; ++r) {
+            const ActivationBlock& row = x[r * stride];
+            sum[t][r] = add_product(sum[t][r], product[t][r], scale[t][b * S + s], row.scale);
+            if constexpr (T::kMin) sum[t][r] = fma(min[t][b * S + s], splat(sum_of<S>(row, s)), sum[t][r]);
+          }
+        }
+      }
+      q[0] += kCodeBytes<T::kBits>;
+      q[1] += kCodeBytes<T::kBits>;
+    }
+  }
+  for (int t = 0; t < 2; ++t)
+    for (int r = 0; r < ROWS; ++r) store(sums + r * kSumStride + t * kTileRows, sum[t][r]);
+}
+
 constexpr int kChunkBlocks = 16;  // of 32 weights: 512 along K, 16 KiB of codes for two tiles
 
 struct Panel {
@@ -158,15 +215,22 @@ void multiply_rows(const Panel& panel, int blocks, int32_t zero_code, const Acti
 
 }  // namespace
 
-void integer_rows(const PackedWeight& weight, int64_t tile, const ActivationBlock* x, int64_t rows, float* sums) {
+void integer_rows(const PackedWeight& weight, int64_t tile, int tiles, const ActivationBlock* x, int64_t rows, float* sums) {
   const int64_t k = weight.k, stride = k / kActivationBlock;
-  const uint8_t* data = weight.tile(tile);
   visit_format(weight.format, [&](auto type) {
     using T = decltype(type);
-    int64_t r = 0;
-    for (; r + 4 <= rows; r += 4) multiply_tile<T, 4>(data, x + r * stride, stride, k, sums + r * kSumStride);
-    for (; r + 2 <= rows; r += 2) multiply_tile<T, 2>(data, x + r * stride, stride, k, sums + r * kSumStride);
-    if (r < rows) multiply_tile<T, 1>(data, x + r * stride, stride, k, sums + r * kSumStride);
+    int64_t done = 0;
+    for (; tiles == 2 && done + 4 <= rows; done += 4)
+      multiply_two_tiles<T, 4>(
+          weight.tile(tile), weight.tile(tile + 1), x + done * stride, stride, k, sums + done * kSumStride);
+    for (int t = 0; t < tiles; ++t) {
+      const uint8_t* data = weight.tile(tile + t);
+      float* out = sums + t * kTileRows;
+      int64_t r = done;
+      for (; r + 4 <= rows; r += 4) multiply_tile<T, 4>(data, x + r * stride, stride, k, out + r * kSumStride);
+      for (; r + 2 <= rows; r += 2) multiply_tile<T, 2>(data, x + r * stride, stride, k, out + r * kSumStride);
+      if (r < rows) multiply_tile<T, 1>(data, x + r * stride, stride, k, out + r * kSumStride);
+    }
   });
 }
 

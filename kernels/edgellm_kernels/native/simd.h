@@ -1,6 +1,7 @@
 // The vector primitives that every kernel is written in: eight 32-bit lanes, two back ends.
 //
-// EDGELLM_AVX2 chooses intrinsics; without it the same operations are written with the compiler's vector types,
+// EDGELLM_AVX2 chooses intrinsics, EDGELLM_VNNI besides it one that multiplies and adds integers at once, over twice as
+// many registers: the bits are those of AVX2. Without either the same operations are written with the compiler's vector types,
 // which it maps to whatever the target has. Each back end gives the same bits on every run and call path. They may
 // differ from each other in the last bit of fma(), which the portable one rounds twice where the target has no
 // fused multiply-add (a call into the mathematics library per lane would be far slower than torch).
@@ -92,12 +93,21 @@ inline I16 splat_pair(const int16_t* p) {
 }
 // acc + a[2i] * b[2i] + a[2i + 1] * b[2i + 1], exact in int32.
 inline I32 dot_pairs(I32 acc, I16 a, I16 b) {
+#ifdef EDGELLM_VNNI
+  return {_mm256_dpwssd_epi32(acc.v, a.v, b.v)};
+#else
   return {_mm256_add_epi32(acc.v, _mm256_madd_epi16(a.v, b.v))};
+#endif
 }
 
 // Computes the value here: without it the compiler moves all loads of a loop body to its head and spills sums.
+#ifdef EDGELLM_VNNI
+inline void pin(I32& a) { asm volatile("" : "+v"(a.v)); }  // any of 32 registers
+inline void pin(F32& a) { asm volatile("" : "+v"(a.v)); }
+#else
 inline void pin(I32& a) { asm volatile("" : "+x"(a.v)); }
 inline void pin(F32& a) { asm volatile("" : "+x"(a.v)); }
+#endif
 
 #else  // portable
 
