@@ -117,7 +117,9 @@ def ours(**options: Any) -> Callable[[Bench, str], Made]:
             options["target_bpw"] = _bits(bench, "Q4_K_M")
         note = out.with_name(out.name + ".json")
         if not (out.exists() and note.exists()):
-            job = QuantizeJob(bench.twin, out, QuantizeRecipe(**options), spec, generate=generate)
+            begun = out.with_name(f"{out.name}.work") / "manifest.json"
+            recipe = QuantizeRecipe(**options)
+            job = QuantizeJob(bench.twin, out, recipe, spec, resume=begun.exists(), generate=generate)
             report = quantize_model(job)
             found = {"bpw": report.bits_per_weight, "bytes": report.nbytes, "seconds": report.seconds}
             note.write_text(json.dumps(found), encoding="utf-8")
@@ -290,6 +292,7 @@ def run() -> Iterator[Figure]:
     root = Path(os.environ.get("EDGELLM_QUALITY_FOLDER", default))
     tokens = int(os.environ.get("EDGELLM_QUALITY_TOKENS", "32768"))
     scored = int(os.environ.get("EDGELLM_QUALITY_SCORED", "16384"))
+    sizes = "" if (tokens, scored) == (32768, 16384) else f" ({tokens} calibration tokens, {scored} scored)"
     for model in os.environ.get("EDGELLM_QUALITY_MODELS", ",".join(REAL_MODELS)).split(","):
         bench = Bench(model, root / model, tokens, scored)
         bench.prepare()
@@ -298,19 +301,22 @@ def run() -> Iterator[Figure]:
         for case in chosen:
             key = f"{case}, {tokens} tokens, {scored} scored"
             if key not in done or os.environ.get("EDGELLM_QUALITY_AGAIN") == "1":
-                done[key] = _measure(bench, case)
-                partial = store.with_suffix(".partial")
+                entry = _measure(bench, case)
+                if store.exists():  # another process may have finished cases meanwhile
+                    done = json.loads(store.read_text(encoding="utf-8"))
+                done[key] = entry
+                partial = store.with_suffix(f".{os.getpid()}")
                 partial.write_text(json.dumps(done, indent=1), encoding="utf-8")
                 partial.replace(store)
             entry = done[key]
             size = f", {entry['bpw']:.3f} bits per weight" if "bpw" in entry else ""
             unit = f"nats ± {entry['standard_error']:.2g}{size}"
-            name = f"{model}: KL from the twin, {case}"
+            name = f"{model}: KL from the twin, {case}{sizes}"
             yield Figure(name, entry["kl"], unit, "none", True, entry.get("peer", ""), entry)
         suffix = f", {tokens} tokens, {scored} scored"
         for mine, theirs, most in PROMISES:
             if mine in chosen and mine + suffix in done and theirs + suffix in done:
                 ratio = done[mine + suffix]["kl"] / done[theirs + suffix]["kl"]
-                name = f"{model}: KL of {mine} over {theirs}"
+                name = f"{model}: KL of {mine} over {theirs}{sizes}"
                 shared = {"calibration_tokens": tokens, "scored": done[mine + suffix]["scored"]}
                 yield Figure(name, ratio, "", f"at most {most}", ratio <= most, detail=shared)

@@ -83,7 +83,7 @@ def write_quantized_gguf(
             mixture.tensors,
             importance,
             effort,
-            recipe=_recipe(mixture, effort, importance, overrides),
+            recipe=plain_recipe(mixture, effort, importance, overrides),
             overridden=frozenset(mixture.overridden),
         )
         return write_planned_gguf(model, out, plan, on_progress=on_progress, dry_run=dry_run)
@@ -91,12 +91,13 @@ def write_quantized_gguf(
         model.close()
 
 
-def _recipe(
+def plain_recipe(
     mixture: Mixture,
     effort: str,
     importance: ImportanceMatrix | None,
     overrides: Sequence[tuple[str, str]],
 ) -> dict[str, Any]:
+    """What is written into a file of how it was made without calibration."""
     recipe: dict[str, Any] = {"type": mixture.type_name, "method": "rtn", "effort": effort}
     recipe["imatrix"] = importance is not None
     if overrides:

@@ -74,7 +74,7 @@ def test_conversations_go_through_the_models_template(
 
 
 def test_errors_name_the_file_and_the_way_out(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """E23-like sets: too little text is an error, not a bad model."""
+    """Too little text is an error, not a bad model."""
     short, binary, lines = tmp_path / "short.txt", tmp_path / "binary.txt", tmp_path / "x.jsonl"
     short.write_text("Not much.")
     binary.write_bytes(b"abc\xff\xfe")

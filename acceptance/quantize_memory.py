@@ -1,0 +1,129 @@
+"""Peak memory of quantization: two blocks of an 8B shape in three formats, and growth over many blocks.
+
+Each job runs in a process of its own, whose peak resident memory is what the system says. The weights are
+random: memory does not depend on them.
+
+EDGELLM_MEMORY_SCALE   1 is the 8B shape (about 20 minutes a format on two cores); 4 is a fourth of each width
+EDGELLM_MEMORY_LAYERS  blocks of the second measurement (default: 12)
+EDGELLM_MEMORY_FORMATS gguf,gptq,awq (default: all)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from acceptance.harness import ROOT, Figure
+
+LIMIT = 8 << 30
+TOKENS, LENGTH = 8192, 512
+FORMATS: dict[str, dict[str, Any]] = {
+    "gguf": {"format": "gguf", "type": "Q4_K_M"},
+    "gptq": {"format": "gptq", "group_size": 128},
+    "awq": {"format": "awq", "group_size": 128},
+}
+
+
+def make_model(folder: Path, scale: int, layers: int, vocab: int) -> Path:
+    """A llama of the 8B shape, narrower by ``scale``, in bf16; the head is the embedding."""
+    from tests.support.tiny_models import make_tiny
+
+    return make_tiny(
+        "llama",
+        folder,
+        dtype="bf16",
+        hidden_size=4096 // scale,
+        intermediate_size=14336 // scale,
+        num_attention_heads=32 // scale,
+        num_key_value_heads=8 // scale,
+        head_dim=128,
+        vocab_size=vocab,
+        num_hidden_layers=layers,
+        tie_word_embeddings=True,
+    )
+
+
+def in_child(source: Path, folder: Path, recipe: dict[str, Any]) -> dict[str, Any]:
+    """Quantize in another process; its peaks in bytes: in all, and as each block began."""
+    words = Path(folder) / "text.txt"
+    draw = random.Random(0)
+    text = " ".join(draw.choice(("the keeper", "of light", "counted", "17 ships")) for _ in range(4 * TOKENS))
+    words.write_text(text, encoding="utf-8")
+    out = folder / f"out-{recipe['format']}"
+    job = {"source": str(source), "out": str(out), "recipe": recipe, "text": str(words)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "acceptance.quantize_memory", json.dumps(job)],
+        capture_output=True, text=True, check=False, cwd=ROOT, env=environment,
+    )  # fmt: skip
+    if done.returncode:
+        sys.exit(f"the job failed: {done.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def child(job: dict[str, Any]) -> None:
+    from edgellm_quantize.api import quantize_model
+    from edgellm_quantize.folder_job import peak_memory
+    from edgellm_quantize.recipe import CalibrationSpec, QuantizeJob, QuantizeProgress, QuantizeRecipe
+
+    peaks: dict[str, int] = {}
+
+    def on_progress(progress: QuantizeProgress) -> None:
+        if progress.phase == "quantizing":
+            peaks.setdefault(progress.detail, peak_memory())
+
+    report = quantize_model(
+        QuantizeJob(
+            Path(job["source"]),
+            Path(job["out"]),
+            QuantizeRecipe(**job["recipe"]),
+            CalibrationSpec("file", Path(job["text"]), samples=TOKENS // LENGTH, sequence_length=LENGTH),
+            on_progress=on_progress,
+        )
+    )
+    peak = peak_memory()
+    print(json.dumps({"peak": peak, "by_block": list(peaks.values()), "seconds": report.seconds}))
+
+
+def run() -> Iterator[Figure]:
+    scale = int(os.environ.get("EDGELLM_MEMORY_SCALE", "1"))
+    layers = int(os.environ.get("EDGELLM_MEMORY_LAYERS", "12"))
+    formats = os.environ.get("EDGELLM_MEMORY_FORMATS", ",".join(FORMATS)).split(",")
+    sizes = "" if scale == 1 else f" (each width over {scale})"
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        source = make_model(folder / "wide", scale, 2, 128_256 // scale)
+        for form in formats:
+            found = in_child(source, folder, FORMATS[form])
+            yield Figure(
+                f"peak memory, two blocks of an 8B shape and its embedding to {form}{sizes}",
+                found["peak"] / 2**30,
+                "GiB",
+                "at most 8 GiB",
+                found["peak"] <= LIMIT,
+                detail=found,
+            )
+        source = make_model(folder / "deep", 4, layers, 4096)
+        for form in formats:
+            found = in_child(source, folder, FORMATS[form])
+            third, last = found["by_block"][3], found["by_block"][layers]
+            yield Figure(
+                f"peak after block {layers} over that after block 3, {form}",
+                last / third,
+                "",
+                "at most 1.1",
+                last <= 1.1 * third,
+                detail=found,
+            )
+
+
+if __name__ == "__main__":
+    child(json.loads(sys.argv[1]))
