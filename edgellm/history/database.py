@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from edgellm.history.schema import STEPS, migrate
+from edgellm.history.schema import STEPS, check, migrate
 from edgellm_models.errors import BadInputError, EdgeLLMError, Notice, OutputError, UnavailableError
 
 BUSY_TIMEOUT_S = 5.0
@@ -96,6 +96,7 @@ class Database:
         )
         connection.row_factory = sqlite3.Row
         try:
+            check(connection, self.path, len(self._steps))  # before anything of a foreign file changes
             mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
             if suspect.exists() or self.path.stat().st_size <= CHECKED_BYTES:
                 found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]

@@ -73,24 +73,15 @@ def migrate(
 ) -> tuple[Notice, ...]:
     """Brings an open file to the newest version: all steps in one transaction, or none.
 
-    Before the first step a copy is left as ``NAME.v<version>.bak``, unless the file is new. BadInputError,
-    and the file as it was, when a newer edgellm or another program wrote it. ``connection`` is in autocommit.
+    Before the first step a copy is left as ``NAME.v<version>.bak``, unless the file is new. ``connection`` is
+    in autocommit. Errors: ``check``.
     """
-    if _version(connection) == len(steps) and _is_ours(connection):
+    if check(connection, path, len(steps)) == len(steps):
         return ()
     connection.execute("BEGIN IMMEDIATE")  # another process may be at the same
     try:
-        version = _version(connection)
-        is_new = version == 0 and not connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone()
-        if not is_new and not _is_ours(connection):
-            raise BadInputError(
-                f"{path} is a database, but no chat history of edgellm; move it, or set EDGELLM_HOME"
-            )
-        if version > len(steps):
-            raise BadInputError(
-                f"{path} was written by a newer edgellm: it has version {version}, this one knows up to "
-                f"{len(steps)}; update edgellm, or set EDGELLM_HOME to begin another history"
-            )
+        version = check(connection, path, len(steps))
+        is_new = _is_new(connection)
         if version == len(steps):
             connection.execute("ROLLBACK")
             return ()
@@ -112,6 +103,29 @@ def migrate(
         with contextlib.suppress(sqlite3.Error):
             connection.execute("ROLLBACK")
         raise
+
+
+def check(connection: sqlite3.Connection, path: Path, newest: int = VERSION) -> int:
+    """The version of a file, 0 of a new one; only reads. BadInputError when a newer edgellm or another
+    program wrote it."""
+    version = _version(connection)
+    if not _is_new(connection) and not _is_ours(connection):
+        raise BadInputError(
+            f"{path} is a database, but no chat history of edgellm; move it, or set EDGELLM_HOME"
+        )
+    if version > newest:
+        raise BadInputError(
+            f"{path} was written by a newer edgellm: it has version {version}, this one knows up to "
+            f"{newest}; update edgellm, or set EDGELLM_HOME to begin another history"
+        )
+    return version
+
+
+def _is_new(connection: sqlite3.Connection) -> bool:
+    return (
+        _version(connection) == 0
+        and connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is None
+    )
 
 
 def _version(connection: sqlite3.Connection) -> int:

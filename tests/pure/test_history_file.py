@@ -272,7 +272,8 @@ def test_a_foreign_database_is_left_alone(tmp_path: Path) -> None:
     foreign.execute("CREATE TABLE theirs (x)")
     foreign.commit()
     foreign.close()
+    before = path.read_bytes()
     with pytest.raises(BadInputError, match="no chat history of edgellm"):
         store_in(tmp_path)
-    assert versions(path) == (0, {"theirs"})
+    assert path.read_bytes() == before and versions(path) == (0, {"theirs"})
     assert int.from_bytes(b"EDGE", "big") == APPLICATION_ID
