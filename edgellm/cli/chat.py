@@ -156,8 +156,6 @@ def command(
         )
     if as_json and prompt is None:
         raise UsageError('--json needs a prompt: edgellm chat --json "What is the capital of France?"')
-    if mode.kind == "screen" and url:
-        mode = Mode("lines", "--url is answered in lines, not on the screen")
     if mode.kind == "screen" and continued is not None and no_save:
         mode = Mode("lines", "--continue with --no-save is answered in lines, not on the screen")
     if mode.why:
@@ -175,6 +173,8 @@ def command(
             found, path = local_model(resolved.model, output)
         opening = Opening(resolved, found, path, constraint, unnamed, is_named=named)
     if mode.kind == "screen":
+        from edgellm.cli.screen_chat import run_screen
+
         return run_screen(opening, session, system or "")
     from edgellm.cli import plain_chat
 
@@ -381,42 +381,3 @@ class Opening:
         for notice in notices:
             on_notice(notice)
         return keys[0]
-
-
-def run_screen(opening: Opening, session: ChatSession, system: str) -> int:
-    """The Textual screen; the model is loaded behind it. Returns the exit code."""
-    import gc
-
-    from edgellm.contracts import ChatBackend
-    from edgellm_tui.app import EdgeChat
-    from edgellm_tui.settings import ChatSettings
-
-    def opener(on_notice: OnNotice) -> tuple[ChatBackend, ChatSettings]:
-        runtime, sampling = opening.load(on_notice)
-        return runtime.client(kv_policy=opening.kv_policy), ChatSettings(
-            sampling=sampling, system_prompt=system, constraint=opening.constraint
-        )
-
-    assert opening.model is not None
-    session.shows_notices = False  # the screen does
-    store = session.open_store()
-    app = EdgeChat(
-        opener=opener,
-        model_name=opening.model.name,
-        store=store,
-        chat_id=session.continued.id if session.continued is not None else None,
-        notices=tuple(n for n in session.notices if store is None or n not in store.notices),
-    )
-    # A screen makes many small objects, and each full collection looks at all that torch and the libraries
-    # hold too: a visible pause. What lives now lives until the end.
-    gc.freeze()
-    gc.set_threshold(5_000, 10, 100)
-    app.run()
-    code = app.return_code or 0
-    if app.opening:
-        # The model is still loading in a thread that cannot be interrupted; nothing of it is worth waiting
-        # for.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return code

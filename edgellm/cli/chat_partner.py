@@ -93,14 +93,15 @@ def partner_of(opening: Opening, on_notice: OnNotice) -> Partner:
     """The server of ``--url``; else one of ours that has this very file open; else the model, loaded here."""
     if opening.url is not None:
         return ServerPartner(opening.url, opening.named_model, opening, opening.api_key(on_notice))
-    attached = _attached(opening, on_notice)
+    attached = running_server(opening, on_notice)
     if attached is not None:
         return attached
     runtime, sampling = opening.load(on_notice)
     return LocalPartner(runtime, sampling, opening.kv_policy)
 
 
-def _attached(opening: Opening, on_notice: OnNotice) -> ServerPartner | None:
+def running_server(opening: Opening, on_notice: OnNotice) -> ServerPartner | None:
+    """A server of this user that has this very file open, unless a flag asks for an engine of its own."""
     from edgellm.config import FLAG
     from edgellm.locations import Locations
     from edgellm.server.server_files import read_records

@@ -7,7 +7,7 @@ import contextlib
 import contextvars
 import signal
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -30,10 +30,12 @@ from edgellm_tui.widgets.prompt import ChatPrompt
 CLOSE_GRACE_S = 5.0
 """How long an engine may take to end before another is opened all the same."""
 
-Opener = Callable[[Callable[[Notice], None]], "ChatBackend | tuple[ChatBackend, ChatSettings]"]
+Opened = ChatBackend | tuple[ChatBackend, ChatSettings]
+Opener = Callable[[Callable[[Notice], None]], Opened | Coroutine[Any, Any, Opened]]
 """Opens a backend, in a thread of its own; may call its argument with notices meanwhile.
 
-It may also return the settings, where these depend on the model (its own sampling defaults).
+It may also return the settings, where these depend on the model (its own sampling defaults), and a coroutine
+that brings both, which is awaited in the screen's loop.
 """
 
 
@@ -127,6 +129,8 @@ class EdgeChat(App[int]):
         def work() -> None:
             try:
                 opened = opener(lambda notice: call(self._opening_notice, notice))
+                if isinstance(opened, Coroutine):  # a client belongs to the loop that uses it
+                    opened = asyncio.run_coroutine_threadsafe(opened, loop).result()
             except EdgeLLMError as error:
                 call(self._opening_failed, str(error), error.exit_code)
             except Exception as error:  # Whatever it is, it belongs on the screen, not across it.
@@ -170,7 +174,8 @@ class EdgeChat(App[int]):
 
     def _opening_notice(self, notice: Notice) -> None:
         if self._loading is not None:
-            self._notices.append(notice)
+            if notice.kind != "memory_estimate":  # of use before loading only
+                self._notices.append(notice)
             self._loading.notice(notice.detail)
         elif self._chat is not None:
             self._chat.post_message(ReplyNotice(notice))
@@ -191,7 +196,7 @@ class EdgeChat(App[int]):
         if self._loading is not None:
             self._loading.fail(message)
 
-    def _opened(self, opened: ChatBackend | tuple[ChatBackend, ChatSettings]) -> None:
+    def _opened(self, opened: Opened) -> None:
         self.opening = False
         if isinstance(opened, tuple):
             self._backend, self._settings = opened

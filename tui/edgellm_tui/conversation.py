@@ -32,6 +32,8 @@ class Conversation:
     system: str = ""
     params: dict[str, Any] = field(default_factory=dict)
     """Fields of SamplingParams that this chat changes."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """What else is kept with the chat's params, by whoever composes the screen."""
     chat_id: str | None = None
     branch: list[StoredMessage] = field(default_factory=list)
     """The messages that are shown, from the first to the head."""
@@ -41,7 +43,8 @@ class Conversation:
     def of(cls, store: ChatStore, chat: StoredChat, model: str, sampling: SamplingParams) -> Conversation:
         """A saved chat, at the branch where it was left."""
         known = {name: value for name, value in chat.params.items() if hasattr(sampling, name)}
-        conversation = cls(store, model, sampling, chat.system, known, chat.id)
+        extra = {name: value for name, value in chat.params.items() if name not in known}
+        conversation = cls(store, model, sampling, chat.system, known, extra, chat.id)
         conversation.refresh()
         return conversation
 
@@ -68,7 +71,7 @@ class Conversation:
         replace(self.sampling, **params)
         self.params = dict(params)
         if self.chat_id is not None:
-            self.store.update_chat(self.chat_id, params=self.params)
+            self.store.update_chat(self.chat_id, params={**self.extra, **self.params})
 
     def set_system(self, text: str) -> None:
         self.system = text
@@ -82,7 +85,8 @@ class Conversation:
             self.store.update_chat(self.chat_id, title=title)
 
     def _make_chat(self, title: str = "") -> StoredChat:
-        return self.store.create_chat(title=title, system=self.system, model=self.model, params=self.params)
+        params = {**self.extra, **self.params}
+        return self.store.create_chat(title=title, system=self.system, model=self.model, params=params)
 
     # --- asking ---
 

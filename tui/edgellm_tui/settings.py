@@ -30,6 +30,8 @@ class ChatSettings:
     """Where a value of ``sampling`` comes from, such as ``model``; shown beside it."""
     prompts_file: Path | None = None
     """Questions of earlier sessions, which Up brings back; None keeps them no longer than the screen."""
+    chat_extra: Mapping[str, str] = field(default_factory=dict)
+    """Kept with every chat that is begun, such as the MODEL argument that it can be gone on with."""
     keymap: Mapping[str, str] = field(default_factory=dict)
     """Other keys by the names in the table of commands, such as ``{"regenerate": "f5"}``."""
     panel: bool | None = None

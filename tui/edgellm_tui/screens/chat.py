@@ -99,8 +99,13 @@ class ChatScreen(ChatActions):
         self._polls = 0
 
     def _new_conversation(self) -> Conversation:
+        settings = self._settings
         return Conversation(
-            self._store, self._model.name, self._settings.sampling, self._settings.system_prompt
+            self._store,
+            self._model.name,
+            settings.sampling,
+            settings.system_prompt,
+            extra=dict(settings.chat_extra),
         )
 
     def compose(self) -> ComposeResult:
@@ -167,7 +172,8 @@ class ChatScreen(ChatActions):
         else:
             await self._show_notice(Notice("model_opened", f"{self._model.name} answers from here on"))
         for notice in notices:
-            await self._show_notice(notice)
+            if notice not in self._notices:  # the same engine anew says what it said before
+                await self._show_notice(notice)
         self._status.phase = "ready"
 
     # --- sending ---
