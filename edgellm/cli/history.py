@@ -62,7 +62,7 @@ def list_command(limit: int, deleted: bool, as_json: bool) -> None:
         output.note(f"note: there are more than {limit}; -n N shows more")
 
 
-@command.command("show", cls=EdgeCommand, examples=("edgellm history show last",))
+@command.command("show", cls=EdgeCommand, short_help="Print a chat.", examples=("edgellm history show last",))
 @click.argument("chat_id", metavar="ID")
 @json_option
 def show_command(chat_id: str, as_json: bool) -> None:
@@ -85,7 +85,12 @@ def show_command(chat_id: str, as_json: bool) -> None:
         output.note(f"note: {counted(hidden, 'message')} of other branches are not shown; --json has all")
 
 
-@command.command("search", cls=EdgeCommand, examples=('edgellm history search "capital of norway"',))
+@command.command(
+    "search",
+    cls=EdgeCommand,
+    short_help="Find words in all chats.",
+    examples=('edgellm history search "capital of norway"',),
+)
 @click.argument("words", nargs=-1, required=True)
 @option("-n", "--limit", metavar="N", type=click.IntRange(1), default=20, show_default=True, help="At most.")
 @json_option
@@ -111,7 +116,12 @@ def search_command(words: tuple[str, ...], limit: int, as_json: bool) -> None:
         output.note(f"note: there are more than {limit}; -n N shows more")
 
 
-@command.command("export", cls=EdgeCommand, examples=("edgellm history export last -o chat.md",))
+@command.command(
+    "export",
+    cls=EdgeCommand,
+    short_help="Write a chat as Markdown or JSON.",
+    examples=("edgellm history export last -o chat.md",),
+)
 @click.argument("chat_id", metavar="ID")
 @option("-o", "--output", "target", metavar="FILE", help="Write there instead of to standard output.")
 @option("--markdown", is_flag=True, help="Markdown of the branch shown last (the default).")
@@ -140,6 +150,7 @@ def export_command(chat_id: str, target: str | None, markdown: bool, as_json: bo
 @command.command(
     "rm",
     cls=EdgeCommand,
+    short_help="Remove chats, or bring them back.",
     examples=("edgellm history rm 1a2b3c4d", "edgellm history rm --restore 1a2b3c4d"),
 )
 @click.argument("chat_ids", metavar="ID...", nargs=-1, required=True)

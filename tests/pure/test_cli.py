@@ -418,7 +418,7 @@ def test_the_powershell_script_registers_the_command() -> None:
         ("edgellm show -m smol", "3", {"smollm2-135m"}),
         ("edgellm config show --device c", "4", {"cpu", "cuda"}),
         ("edgellm config ", "2", {"show", "path"}),
-        ("edgellm nothing ", "2", set()),
+        ("edgellm history ex", "2", {"export"}),
     ],
 )
 def test_bash_completion_answers(line: str, word: str, expected: set[str]) -> None:
