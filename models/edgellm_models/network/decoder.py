@@ -14,6 +14,7 @@ from edgellm_models.errors import Notice
 from edgellm_models.network.layers import GroupState, LayerWeights, attention, feed_forward
 from edgellm_models.network.rope import Rope
 from edgellm_models.network.spec import ModelSpec
+from edgellm_models.network.sub_layers import SkippedSubLayers
 
 
 @dataclass(frozen=True)
@@ -77,17 +78,24 @@ class Decoder:
         """
         return self.logits(self.run(batch, kv))
 
-    def run(self, batch: ForwardBatch, kv: Sequence[KVStorage]) -> LastRows:
+    def run(
+        self, batch: ForwardBatch, kv: Sequence[KVStorage], skipped: SkippedSubLayers | None = None
+    ) -> LastRows:
         """``forward`` without the head, for who wants the logits in parts: those of 512 rows of a large
         vocabulary take 512 MiB.
+
+        ``skipped`` sub-layers are left out, and of a skipped attention no K and V are written: for drafts
+        only. ValueError where the first or the last layer would not be whole.
         """
         if not len(kv) == len(batch.groups) == len(self.spec.kv_groups):
             raise ValueError(
                 f"{len(self.spec.kv_groups)} KV groups need as many storages and tables, "
                 f"not {len(kv)} and {len(batch.groups)}"
             )
+        skipped = skipped or SkippedSubLayers()
+        skipped.check(self.spec.num_layers)
         with torch.no_grad():
-            return self._run(batch, kv)
+            return self._run(batch, kv, skipped)
 
     def logits(self, rows: LastRows) -> torch.Tensor:
         """Logits f32 [rows, vocab]."""
@@ -114,7 +122,7 @@ class Decoder:
             )
             return prepared.values.float()
 
-    def _run(self, batch: ForwardBatch, kv: Sequence[KVStorage]) -> LastRows:
+    def _run(self, batch: ForwardBatch, kv: Sequence[KVStorage], skipped: SkippedSubLayers) -> LastRows:
         spec, kernels = self.spec, self.kernels
         groups = tuple(
             GroupState(
@@ -133,22 +141,27 @@ class Decoder:
         post_norm: torch.Tensor | None = None
         for index, layer in enumerate(self.weights.layers):
             group, index_in_group = self._places[index]
-            prepared, residual = kernels.add_rms_norm(x, residual, layer.attn_norm, spec.rms_eps, post_norm)
-            x = attention(
-                prepared,
-                layer,
-                spec,
-                kernels,
-                batch,
-                groups[group],
-                index_in_group,
-                angles[spec.layers[index].rope],
-            )
-            prepared, residual = kernels.add_rms_norm(
-                x, residual, layer.ffn_norm, spec.rms_eps, layer.post_attention_norm
-            )
-            x = feed_forward(prepared, layer, spec, kernels)
-            post_norm = layer.post_ffn_norm
+            if index not in skipped.attention:
+                prepared, residual = kernels.add_rms_norm(
+                    x, residual, layer.attn_norm, spec.rms_eps, post_norm
+                )
+                x = attention(
+                    prepared,
+                    layer,
+                    spec,
+                    kernels,
+                    batch,
+                    groups[group],
+                    index_in_group,
+                    angles[spec.layers[index].rope],
+                )
+                post_norm = layer.post_attention_norm
+            if index not in skipped.feed_forward:
+                prepared, residual = kernels.add_rms_norm(
+                    x, residual, layer.ffn_norm, spec.rms_eps, post_norm
+                )
+                x = feed_forward(prepared, layer, spec, kernels)
+                post_norm = layer.post_ffn_norm
         assert x is not None
         return LastRows(x[batch.logit_rows], residual[batch.logit_rows])
 

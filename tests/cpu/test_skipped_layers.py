@@ -1,0 +1,97 @@
+"""A forward pass without some sub-layers: what it leaves out, what it writes, and what it may not touch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from edgellm_models.checkpoint import open_checkpoint
+from edgellm_models.network.build import build_decoder
+from edgellm_models.network.decoder import Decoder
+from edgellm_models.network.sub_layers import SkippedSubLayers
+from tests.support.dead_layers import make_with_dead
+from tests.support.paged import PagedRun, relative_error
+
+LAYERS = 10
+DEAD = SkippedSubLayers.of(attention=(2, 3, 5, 8), feed_forward=(1, 3, 6, 7))
+"""8 of the 20 sub-layers."""
+IDS = torch.randint(5, 200, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def decoder_of(arch: str, folder: Path, kernels: str = "torch", scale: float = 0.0) -> Decoder:
+    path = make_with_dead(
+        arch,
+        folder,
+        num_layers=LAYERS,
+        attention=DEAD.attention,
+        feed_forward=DEAD.feed_forward,
+        scale=scale,
+    )
+    return build_decoder(open_checkpoint(path), kernels=kernels)
+
+
+class Skipping:
+    """A decoder that always leaves the same sub-layers out."""
+
+    def __init__(self, decoder: Decoder, skipped: SkippedSubLayers) -> None:
+        self.spec = decoder.spec
+        self._decoder = decoder
+        self._skipped = skipped
+
+    def forward(self, batch, kv):  # type: ignore[no-untyped-def]
+        return self._decoder.logits(self._decoder.run(batch, kv, self._skipped))
+
+
+def logits_of(decoder: Decoder, skipped: SkippedSubLayers | None) -> tuple[torch.Tensor, PagedRun]:
+    """Of a prompt of 30 tokens and ten single ones."""
+    run = PagedRun(decoder)
+    if skipped is not None:
+        run.decoder = Skipping(decoder, skipped)  # type: ignore[assignment]
+    out = run.step([("a", IDS[:30])])
+    for token in IDS[30:]:
+        out += run.step([("a", [token])])
+    return torch.cat(out), run
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma3"])
+def test_without_dead_sub_layers_the_model_says_the_same(arch: str, tmp_path: Path) -> None:
+    """With norms behind the sub-layers (Gemma) and without; skipping a live one is seen."""
+    decoder = decoder_of(arch, tmp_path / arch)
+    whole, _ = logits_of(decoder, None)
+    without, _ = logits_of(decoder, DEAD)
+    assert relative_error(without, whole) < 1e-5
+    for live in (
+        SkippedSubLayers.of(attention=(4,)),
+        SkippedSubLayers.of(feed_forward=(2,)),
+    ):
+        assert relative_error(logits_of(decoder, live)[0], whole) > 1e-2
+    nothing, _ = logits_of(decoder, SkippedSubLayers())
+    assert torch.equal(nothing, whole)
+
+
+def test_nearly_dead_sub_layers_are_nearly_not_missed(tmp_path: Path) -> None:
+    decoder = decoder_of("llama", tmp_path / "llama", scale=0.01)
+    whole, _ = logits_of(decoder, None)
+    without, _ = logits_of(decoder, DEAD)
+    agree = (whole.argmax(-1) == without.argmax(-1)).float().mean()
+    assert not torch.equal(whole, without) and agree > 0.9
+
+
+def test_a_skipped_attention_writes_no_keys_and_values(tmp_path: Path) -> None:
+    """Its slots keep the NaN that they held; all others are written."""
+    decoder = decoder_of("llama", tmp_path / "llama")
+    _, run = logits_of(decoder, DEAD)
+    [pages] = run.storages
+    written = [bool(pages.keys[layer].isfinite().any()) for layer in range(LAYERS)]
+    assert written == [layer not in DEAD.attention for layer in range(LAYERS)]
+
+
+@pytest.mark.parametrize("layer", [-1, 0, LAYERS - 1, LAYERS])
+def test_the_first_and_the_last_layer_stay_whole(layer: int) -> None:
+    for wrong in (SkippedSubLayers.of(attention=(layer,)), SkippedSubLayers.of(feed_forward=(3, layer))):
+        with pytest.raises(ValueError, match=f"layer {layer} cannot be skipped"):
+            wrong.check(LAYERS)
+    assert len(DEAD) == 8
+    DEAD.check(LAYERS)
