@@ -96,7 +96,7 @@ def bindings() -> list[Binding]:
 
 
 def completions(text: str) -> list[str]:
-    """The slash commands that ``text`` (``/`` and the beginning of a name) may become, usual names first."""
+    """The slash commands that ``text`` (``/`` and the beginning of a name) may become, itself first."""
     if not text.startswith("/") or " " in text or "\n" in text:
         return []
-    return [name for name in SLASH if name.startswith(text[1:])]
+    return sorted((name for name in SLASH if name.startswith(text[1:])), key=lambda name: name != text[1:])

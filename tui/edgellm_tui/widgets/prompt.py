@@ -175,12 +175,12 @@ class ChatPrompt(TextArea):
         await super()._on_key(event)
 
     def _complete(self) -> None:
-        """Tab: the longest common beginning of the commands that may be meant, or else the next of them."""
+        """Tab: the longest common beginning of the commands that may be meant."""
         found = completions(self.text)
         if not found:
             return
         common = _common_beginning(found)
-        if len(found) == 1:
+        if len(found) == 1 or self.text == f"/{found[0]}":
             self.replace_text(f"/{found[0]}" + (" " if SLASH[found[0]].argument else ""))
         elif len(common) > len(self.text) - 1:
             self.replace_text(f"/{common}")
