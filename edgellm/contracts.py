@@ -669,6 +669,8 @@ class PlannedSequence:
     draft_token_ids: tuple[int, ...] = ()
     """At most ``draft_limit`` drafted tokens, which run behind ``token_ids`` and are kept as far as they are
     what is drawn before them."""
+    draft_by_layers: bool = False
+    """The runner drafts up to ``draft_limit`` tokens itself, with some sub-layers left out."""
     total_length: int = 0
     """Tokens of the sequence by now, those that a later step runs included: length-dependent rope scaling
     goes by it, so that every chunk of a sequence turns alike. 0 is what ends with this step."""

@@ -306,6 +306,10 @@ class Engine:
         drafts = self._speculator.propose(rooms, len(decoding), mixed=mixed)
         for sequence_id, draft in drafts.items():
             self._samples[sequence_id].sequence.draft_limit = len(draft)
+        for sequence_id, count in self._speculator.layer_counts.items():
+            sample = self._samples[sequence_id]
+            if not sample.token_masks:  # masks of drafted rows are made before the step
+                sample.sequence.draft_limit = count
         return drafts
 
     def _with_drafts(self, plan: StepPlan, drafts: Mapping[int, tuple[int, ...]]) -> StepPlan:
@@ -320,8 +324,11 @@ class Engine:
             if draft and masks:
                 masks = sample.answer.drafted_masks(draft)
                 draft = draft[: len(masks) - 1]
-            if draft or masks:
-                sequences[index] = replace(planned, draft_token_ids=draft, token_masks=masks)
+            by_layers = planned.sequence_id not in drafts and planned.draft_limit > 0
+            if draft or masks or (by_layers and self._speculator is not None):
+                sequences[index] = replace(
+                    planned, draft_token_ids=draft, token_masks=masks, draft_by_layers=by_layers
+                )
         return replace(plan, sequences=tuple(sequences))
 
     def _run(self, plan: StepPlan, start: float) -> list[TokenEvent]:

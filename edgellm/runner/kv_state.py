@@ -23,6 +23,11 @@ class KVState:
         if self._tail is not None:
             self._rings = TailRings(self._tail.keys.shape[1], self._tail.recent)
 
+    @property
+    def has_tail(self) -> bool:
+        """Recent rows are kept outside of the pages too (int4)."""
+        return self._tail is not None
+
     def prepare(self, plan: StepPlan) -> TailTables | None:
         """Carries out the plan's copies, forks and releases; the tail tables of its sequences, for int4."""
         if plan.block_copies or plan.host_copies:

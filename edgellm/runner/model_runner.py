@@ -11,6 +11,7 @@ import torch
 from edgellm.contracts import PlannedSequence, SequenceResult, StepPlan, StepResult, TokenLogprob
 from edgellm.runner.batch_builder import build_batch, num_logit_rows
 from edgellm.runner.kv_state import KVState
+from edgellm.runner.layer_drafts import LayerDrafts
 from edgellm.runner.sampler import Draw, Sampler
 from edgellm.speculative.acceptance import COUPLED, num_kept
 from edgellm_kernels.batch import ForwardBatch, KVStorage
@@ -56,8 +57,11 @@ class ModelRunner:
         device: str = "cpu",
         host_kv: Sequence[KVStorage] = (),
         spec_rule: str = COUPLED,
+        layer_drafts: LayerDrafts | None = None,
     ) -> None:
-        """``spec_rule``: how drafted tokens are accepted (speculative/acceptance.py)."""
+        """``spec_rule``: how drafted tokens are accepted (speculative/acceptance.py); ``layer_drafts`` drafts
+        for the sequences that are planned so."""
+        self._layer_drafts = layer_drafts
         self._decoder = decoder
         self._kv = KVState(kv, host_kv)
         self._block_size = block_size
@@ -109,13 +113,16 @@ class ModelRunner:
         if not plan.sequences:
             return StepResult(plan.step, ())
         with torch.inference_mode():
-            batch = build_batch(plan.sequences, self._block_size, self._device, tail)
+            sequences: Sequence[PlannedSequence] = plan.sequences
+            if self._layer_drafts is not None:
+                sequences = self._layer_drafts.add(sequences, self._kv, self._sampler, self._block_size)
+            batch = build_batch(sequences, self._block_size, self._device, tail)
             rows = self._decoder.run(batch, self._kv.storages)
-            drawn, scores = self._last_logits(plan.sequences, rows)
-            draws = self._draw(plan.sequences, drawn)
+            drawn, scores = self._last_logits(sequences, rows)
+            draws = self._draw(sequences, drawn)
             results = [
                 self._with_block_scores(s, _result(s, draws.get(s.sequence_id, ()), scores))
-                for s in plan.sequences
+                for s in sequences
             ]
         return StepResult(plan.step, tuple(results))
 

@@ -193,6 +193,24 @@ class Sampler:
         self._add_logprobs(draws, logits, owners)
         return [[one for one in draws[begin : begin + count] if one is not None] for begin, count in spans]
 
+    def guess(
+        self, logits: torch.Tensor, sequence_ids: Sequence[int], positions: Sequence[int]
+    ) -> list[int | None]:
+        """What each row [rows, vocab] of a drafting model would draw, with the noise of the position; None
+        where it is of no use. Nothing is counted. Under the rejection rule the likeliest token: drafts are
+        taken as certain there, and drawn ones would not be independent of the noise that judges them."""
+        best, best_ids = largest(logits)
+        found: list[int | None] = []
+        for row, (sequence_id, position) in enumerate(zip(sequence_ids, positions, strict=True)):
+            state = self._states[sequence_id]
+            if not math.isfinite(float(best[row])):
+                found.append(None)
+            elif state.is_plain_greedy or self._spec_rule == REJECTION:
+                found.append(int(best_ids[row]))
+            else:
+                found.append(self._draw(logits[row], state, position, None, None))
+        return found
+
     def score_prompt(
         self, logits: torch.Tensor, sequence_id: int, start_position: int
     ) -> tuple[tuple[TokenLogprob, ...], str | None]:

@@ -32,10 +32,15 @@ class Speculator:
         controller: Controller | None = None,
         *,
         max_draft: int = MAX_DRAFT,
+        layer_tokens: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """``layer_tokens``: tokens that the runner drafts by layers where the drafter knows nothing."""
         self._drafter = drafter
         self._controller = controller
+        self._layer_tokens = layer_tokens
+        self.layer_counts: dict[int, int] = {}
+        """For the next step, tokens that the runner drafts by layers, by sequence id."""
         self._max_draft = max_draft
         self._clock = clock
         self._open: set[int] = set()
@@ -67,7 +72,7 @@ class Speculator:
     def propose(self, rooms: Sequence[Room], num_decoding: int, *, mixed: bool) -> dict[int, tuple[int, ...]]:
         """The drafts of the next step by sequence id. ``mixed``: prompts run beside, which rows of drafts
         would delay."""
-        self._buckets, self._draft_seconds = {}, 0.0
+        self._buckets, self._draft_seconds, self.layer_counts = {}, 0.0, {}
         controller = self._controller
         rooms = [room for room in rooms if room.sequence_id in self._open and room.most > 0]
         if not rooms or (controller is not None and (mixed or not controller.may_propose)):
@@ -80,6 +85,8 @@ class Speculator:
             if draft is not None and tokens:
                 drafts[room.sequence_id] = Draft(tokens, draft.match)
                 self._buckets[room.sequence_id] = bucket_of(draft.match)
+            elif self._layer_tokens:
+                self.layer_counts[room.sequence_id] = min(room.most, self._max_draft, self._layer_tokens)
         chosen = self._choose(num_decoding, drafts)
         self._draft_seconds = self._clock() - begin
         return {sequence_id: drafts[sequence_id].token_ids[:count] for sequence_id, count in chosen.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -117,5 +118,8 @@ def test_logits_are_made_in_parts_where_many_are_wanted(
 def test_a_mask_for_each_row_or_an_error() -> None:
     """No row is drawn without the mask that was made for it."""
     planned = PlannedSequence(3, (1,), 0, ((0,),), False, True, token_masks=(b"\x01", b"\x02"))
-    with pytest.raises(EngineError, match="sequence 3 draws one token, but 2 masks"):
-        model_runner._only_mask(planned)
+    with pytest.raises(EngineError, match="sequence 3 draws from 1 rows, but 2 masks"):
+        model_runner._row_masks(planned)
+    drafted = replace(planned, draft_limit=1, draft_token_ids=(5,))
+    assert model_runner._row_masks(drafted) == (b"\x01", b"\x02")
+    assert model_runner._row_masks(replace(drafted, token_masks=())) == (None, None)

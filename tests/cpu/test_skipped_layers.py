@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from edgellm.contracts import GenerationRequest, SamplingParams, TokenEvent
+from edgellm.speculative.speculator import Speculator
+from edgellm_kernels.native_library import load_library
 from edgellm_models.checkpoint import open_checkpoint
 from edgellm_models.network.build import build_decoder
 from edgellm_models.network.decoder import Decoder
 from edgellm_models.network.sub_layers import SkippedSubLayers
 from tests.support.dead_layers import make_with_dead
+from tests.support.drafters import RandomDrafter
+from tests.support.engines import load_engine, run_all
 from tests.support.paged import PagedRun, relative_error
 
 LAYERS = 10
@@ -95,3 +101,63 @@ def test_the_first_and_the_last_layer_stay_whole(layer: int) -> None:
             wrong.check(LAYERS)
     assert len(DEAD) == 8
     DEAD.check(LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("scale", "skipped", "least", "most"),
+    [
+        (0.0, DEAD, 1.0, 1.0),
+        (0.002, DEAD, 0.9, 1.0),
+        (0.0, SkippedSubLayers.of(range(1, 9), range(1, 9)), 0.0, 0.5),
+    ],
+)
+def test_drafts_by_layers_keep_the_text(
+    scale: float, skipped: SkippedSubLayers, least: float, most: float, tmp_path: Path
+) -> None:
+    """Greedy and drawn, several at once, with penalties: in place in the same pages, NaN behind what is
+    committed. Dead sub-layers are not missed: every drafted token is kept."""
+    path = make_with_dead(
+        "llama",
+        tmp_path / "m",
+        num_layers=LAYERS,
+        attention=DEAD.attention,
+        feed_forward=DEAD.feed_forward,
+        scale=scale,
+    )
+    free = SamplingParams(temperature=0.0, max_new_tokens=16, ignore_eos=True)
+    requests = [
+        GenerationRequest("a", tuple(IDS), free),
+        GenerationRequest("b", tuple(IDS[5:]), replace(free, temperature=0.8, seed=3, top_p=0.95)),
+        GenerationRequest("c", tuple(IDS[9:]), replace(free, temperature=1.2, seed=4), num_samples=2),
+    ]
+
+    def run(speculator: Speculator | None, lookahead: int, kernels: str, kv: str) -> list[list[object]]:
+        loaded = load_engine(
+            path,
+            context=128,
+            block_size=8,
+            kernels=kernels,
+            kv=kv,
+            speculator=speculator,
+            lookahead=lookahead,
+            skipped=skipped,
+            poison=True,
+        )
+        results = run_all(loaded.engine, requests)
+        counts = [e.draft for r in results for e in r.events if e.draft is not None]
+        shares.append(sum(c.accepted for c in counts) / max(1, sum(c.proposed for c in counts)))
+        return [[(e.sample, t) for e in sorted(r.events, key=_sample) for t in e.token_ids] for r in results]
+
+    for kernels, kv in (("torch", "f32"), ("native", "int8")):
+        if kernels == "native" and load_library() is None:
+            continue
+        shares: list[float] = []
+        expected = run(None, 0, kernels, kv)
+        nothing = RandomDrafter(1)
+        nothing.propose = lambda sequence_id, most: None  # type: ignore[method-assign]
+        assert run(Speculator(nothing, max_draft=5, layer_tokens=5), 5, kernels, kv) == expected
+        assert least <= shares[1] <= most
+
+
+def _sample(event: TokenEvent) -> int:
+    return event.sample

@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from edgellm.cli.runtime import load_runtime
+from edgellm.config import EngineConfig
 from edgellm.contracts import (
     ConstraintKind,
     ConstraintSpec,
+    EngineStats,
     FinishReason,
     GenerationRequest,
     SamplingParams,
@@ -298,6 +301,27 @@ def test_int4_stays_near_plain_decoding(folders: dict[str, Path], tmp_path: Path
     same = next((i for i in range(40) if expected.token_ids[i] != found.token_ids[i]), 40)
     assert same >= 20
     assert max(abs(a - b) for a, b in zip(before[:same], after[:same], strict=True)) < 0.05
+
+
+@pytest.mark.parametrize("spec", ["ngram", "auto"])
+def test_the_setting_reaches_the_engine(spec: str, folders: dict[str, Path]) -> None:
+    """Drafts from the caller's prediction, counted for the answer and the engine; off is off."""
+
+    def run(value: str, prediction: tuple[int, ...] = ()) -> tuple[Result, EngineStats]:
+        resolved = EngineConfig(spec=value, ctx=256, kernels="torch").resolve(environ={})
+        runtime = load_runtime(resolved, folders["llama"], "tiny")
+        ids = tuple(runtime.tokenizer.encode(REPEATS))
+        sampling = SamplingParams(temperature=0.9, seed=5, max_new_tokens=60, ignore_eos=True)
+        request = GenerationRequest("a", ids, sampling, prediction_token_ids=prediction)
+        return run_all(runtime.core, [request])[0], runtime.core.stats
+
+    expected, off = run("off")
+    assert off.draft.proposed == 0 and off.draft_state == "off"
+    found, stats = run(spec, tuple(expected.token_ids))
+    assert found.token_ids == expected.token_ids
+    draft = found.events[-1].draft
+    assert draft is not None and draft == stats.draft and stats.draft_state.startswith("ngram")
+    assert draft.accepted > 10 and draft.steps < draft.accepted
 
 
 @pytest.mark.real_model

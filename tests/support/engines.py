@@ -20,6 +20,7 @@ from edgellm.contracts import (
     TokenEvent,
 )
 from edgellm.engine.engine import Engine
+from edgellm.runner.layer_drafts import LayerDrafts
 from edgellm.runner.model_runner import ModelRunner
 from edgellm.runner.step_program import choose_program
 from edgellm.speculative.speculator import Speculator
@@ -27,6 +28,7 @@ from edgellm_kernels.batch import KVStorage
 from edgellm_models.checkpoint import open_checkpoint
 from edgellm_models.network.build import build_decoder
 from edgellm_models.network.spec import LayerSpec, ModelSpec, RopeSpec
+from edgellm_models.network.sub_layers import SkippedSubLayers
 from edgellm_models.tokenizer import load_tokenizer
 from edgellm_models.tokenizer.base import Tokenizer
 from edgellm_models.tokenizer.stream_decoder import StreamDecoder
@@ -56,10 +58,12 @@ def load_engine(
     spec_rule: str = "coupled",
     lookahead: int = 0,
     poison: bool = False,
+    skipped: SkippedSubLayers | None = None,
 ) -> LoadedEngine:
     """The engine of a model file or folder, with any chunk and block size. ``num_blocks``: of each layer
     group, instead of those of one whole context; ``host_blocks``: of each group, for paused requests;
-    ``poison``: slots that a step has yet to write hold NaN."""
+    ``poison``: slots that a step has yet to write hold NaN; ``skipped``: sub-layers that drafts by layers
+    leave out."""
     checkpoint = open_checkpoint(path)
     tokenizer = load_tokenizer(path, checkpoint.file_format, checkpoint.metadata)
     decoder = build_decoder(checkpoint, kernels=kernels)
@@ -84,6 +88,7 @@ def load_engine(
         block_size=block_size,
         host_kv=host,
         spec_rule=spec_rule,
+        layer_drafts=None if skipped is None else LayerDrafts(decoder, skipped),
     )
     engine = Engine(
         PoisoningRunner(runner, storage) if poison else runner,
