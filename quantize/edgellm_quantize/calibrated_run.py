@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -151,7 +152,7 @@ def core_estimate(
     method: str,
 ) -> tuple[float, int, list[Notice]]:
     """(seconds, bytes, notices) of ``run_calibrated``, which is not run. Errors as job.run_core."""
-    from edgellm_quantize.estimates import core_seconds, estimate_notice, probe_rows, tokens_of
+    from edgellm_quantize.estimates import core_seconds, estimate_notice, tokens_of
     from edgellm_quantize.grids import dequantize
     from edgellm_quantize.job import within_memory
 
@@ -160,7 +161,14 @@ def core_estimate(
         tokens = read_calibration(job, checkpoint, spec).num_tokens
     plan = core_plan(recipe, grids, method)
     plan, _, memory, notices = within_memory(spec, plan, tokens, job.max_memory)
-    probes = {name: dequantize(checkpoint.weight(name)) for name in probe_rows(list(grids), grids)}
+    by_grid: dict[Grid, list[str]] = {}
+    for name, grid in grids.items():
+        by_grid.setdefault(grid, []).append(name)
+    counts = {name: math.prod(checkpoint.tensors()[name].shape) for name in grids}
+    probes = [
+        (grid, dequantize(checkpoint.weight(names[0])), sum(counts[name] for name in names))
+        for grid, names in by_grid.items()
+    ]
     seconds = core_seconds(spec, plan, tokens, min(tokens, job.calibration.sequence_length), probes)
     return seconds / CORE_SHARE, memory, [*notices, estimate_notice(tokens)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from edgellm_models.errors import Notice, ResourceError
@@ -20,20 +20,27 @@ PROGRAM_BYTES = 400 << 20
 """Interpreter, numpy and torch, as measured."""
 ENCODING_BYTES = 320 << 20
 """Rows encoded at once (16 MiB of weights), their bytes and decoded values, scratch of the search."""
-_PROBE_WEIGHTS = 1 << 17
-_MATRIX = 768
-_EFFICIENCY = 0.35
+_PROBE_WEIGHTS = 1 << 15
+_PROBE_ROWS = 2048
+_MATRIX = 320
+_REPEATS = 5
+"""The least of many short runs: other programs only ever add."""
+_EFFICIENCY = 0.5
 """Of a large product's speed that the core's mix of work reaches, as measured on a model of 135M."""
 _WRITTEN_PER_SECOND = 200e6
 
 
 def core_seconds(
-    spec: ModelSpec, plan: CorePlan, tokens: int, sequence_length: int, rows: Mapping[str, torch.Tensor]
+    spec: ModelSpec,
+    plan: CorePlan,
+    tokens: int,
+    sequence_length: int,
+    probes: Sequence[tuple[Grid, torch.Tensor, int]],
 ) -> float:
     """Seconds of ``job.run_core`` with ``tokens`` tokens of calibration.
 
-    ``rows`` holds a few weights f32 [n, K] of a tensor for each kind of grid in the plan, by the tensor's
-    name: they are rounded as a probe.
+    ``probes`` holds each kind of grid in the plan, weights f32 [n, K] of a tensor that gets it (they are
+    rounded to learn how long that takes), and how many weights in all get it.
     """
     feedback = plan.method != "rtn"
     streams = 2 if feedback and plan.asymmetric_share else 1
@@ -48,10 +55,8 @@ def core_seconds(
             flops += streams * 2.0 * tokens * k * k
             flops += (streams * 4 / 3) * k**3 * (2 if k <= 4096 else 1)
             flops += 2.0 * n * k * k * (2 + streams + 2 * plan.options.descent_passes)
-    total = sum(n * k for n, k in shapes) * spec.num_layers
-    searching = [_search_seconds(plan.grids[name], values, plan) for name, values in rows.items()]
-    slowest = max(searching, default=0.0)
-    return spec.num_layers * flops / (_flops_per_second() * _EFFICIENCY) + total * slowest
+    searching = sum(count * _search_seconds(grid, rows, plan) for grid, rows, count in probes)
+    return spec.num_layers * flops / (_flops_per_second() * _EFFICIENCY) + searching
 
 
 def encoding_seconds(rows: torch.Tensor, kind: str, effort: str, weights: int, nbytes: int) -> float:
@@ -59,10 +64,7 @@ def encoding_seconds(rows: torch.Tensor, kind: str, effort: str, weights: int, n
     from edgellm_quantize.kquant_codec import encode_rows, usable_cores
 
     few = rows[: max(1, _PROBE_WEIGHTS // rows.shape[1])].contiguous().numpy()
-    encode_rows(few[:1], kind, None, effort, threads=1)  # the first call loads the native library
-    start = time.perf_counter()
-    encode_rows(few, kind, None, effort, threads=1)
-    each = (time.perf_counter() - start) / few.size
+    each = _least(lambda: encode_rows(few, kind, None, effort, threads=1)) / few.size
     return weights * each / usable_cores() + nbytes / _WRITTEN_PER_SECOND
 
 
@@ -89,29 +91,24 @@ def _search_seconds(grid: Grid, rows: torch.Tensor, plan: CorePlan) -> float:
     """Per weight."""
     from edgellm_quantize.rounding import round_nearest
 
-    few = rows[: max(1, _PROBE_WEIGHTS // rows.shape[1])].contiguous()
-    round_nearest(few[:1], grid, None, plan.options.candidates)
-    start = time.perf_counter()
-    round_nearest(few, grid, None, plan.options.candidates)
-    return (time.perf_counter() - start) / few.numel()
+    # Many rows of few spans: so the core meets them, and the cost of each small step is shared as there.
+    few = rows[:, : grid.span(rows.shape[1])][:_PROBE_ROWS].contiguous()
+    return _least(lambda: round_nearest(few, grid, None, plan.options.candidates)) / few.numel()
 
 
 def _flops_per_second() -> float:
     import torch
 
     matrix = torch.ones((_MATRIX, _MATRIX))
+    return 2 * _MATRIX**3 / min(_least(lambda: matrix @ matrix) for _ in range(_REPEATS))
+
+
+def _least(run: Callable[[], object]) -> float:
+    """Seconds of the fastest of some runs behind a first one that loads what it needs."""
+    run()
     times = []
-    for _ in range(3):
+    for _ in range(_REPEATS):
         start = time.perf_counter()
-        matrix @ matrix
+        run()
         times.append(time.perf_counter() - start)
-    return 2 * _MATRIX**3 / min(times)
-
-
-def probe_rows(names: Sequence[str], grids: Mapping[str, Grid]) -> list[str]:
-    """One tensor for each kind of grid."""
-    chosen: dict[Grid, str] = {}
-    for name in names:
-        if name in grids:
-            chosen.setdefault(grids[name], name)
-    return list(chosen.values())
+    return min(times)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -105,6 +106,7 @@ def _with_core(job: QuantizeJob, model: GGUFSource) -> QuantizeReport:
     from edgellm_quantize.folder_job import recipe_record
     from edgellm_quantize.quantized_gguf import QuantizedPlan, write_planned_gguf
 
+    started = time.perf_counter()
     recipe = replace(job.recipe, method="rtn" if job.recipe.method == "rtn" else "gptq")
     checkpoint = model.checkpoint
     spec = read_spec(checkpoint.file_format, checkpoint.metadata, checkpoint.tensors())
@@ -133,7 +135,7 @@ def _with_core(job: QuantizeJob, model: GGUFSource) -> QuantizeReport:
     save_importance(job, run, checkpoint)
     run.clean_up()
     _types_file(job).unlink(missing_ok=True)
-    return _named(job, report)
+    return _named(job, replace(report, seconds=time.perf_counter() - started))
 
 
 def _estimated(
