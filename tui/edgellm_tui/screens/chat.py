@@ -246,6 +246,7 @@ class ChatScreen(ChatActions):
         # Set before the first await, so that a second Enter finds the screen busy.
         self._stream = ReplyStream(self._backend, self, self._settings, question)
         self._message_taken = False
+        self._transcript.writing = True
         self._last_finished = None
         self._view.keep_place(None)
         if shown_from is not None:
@@ -338,6 +339,7 @@ class ChatScreen(ChatActions):
         self._stream = None
         self._reply = None
         self._question = None
+        self._transcript.writing = False
         self._status.busy = False
         self._status.now_tokens_per_s = None
         if self._hint_ends_with_answer:

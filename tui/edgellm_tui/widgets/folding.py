@@ -51,12 +51,12 @@ class Fold(Vertical):
             child.display = True
 
 
-def fold_distant(folds: Iterable[Fold], view: Region) -> bool:
-    """Folds what is more than one view away from ``view`` (screen coordinates) and unfolds what is not.
+def fold_distant(folds: Iterable[Fold], view: Region, margin: int) -> bool:
+    """Folds what is more than ``margin`` lines away from ``view`` (screen coordinates), unfolds what is not.
 
     True if anything changed: then a container that came into sight has content to be looked at in its turn.
     """
-    top, bottom = view.y - view.height, view.bottom + view.height
+    top, bottom = view.y - margin, view.bottom + margin
     changed = False
     for fold in folds:
         region = fold.region

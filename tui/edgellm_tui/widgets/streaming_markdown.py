@@ -13,13 +13,13 @@ from textual.widgets import Markdown, Static
 from edgellm_tui.terminal_text import TerminalText
 from edgellm_tui.widgets.folding import Fold
 
-SEGMENT_CHARACTERS = 1500
+SEGMENT_CHARACTERS = 500
 """A segment this long is closed where its last block or list item begins; only what follows still changes."""
 
 SEGMENT_ITEMS = 8
 """A list this long is closed sooner: the widget builds the whole list anew for every piece of text."""
 
-CHECK_CHARACTERS = 400
+CHECK_CHARACTERS = 200
 """A segment is looked at for a cut each time it has grown by so much."""
 
 

@@ -100,6 +100,10 @@ class NewTextHint(Static):
         self.post_message(Transcript.EndRequested())
 
 
+MARGIN_WRITING = 3
+"""Lines beyond the view that stay ready while it follows an answer."""
+
+
 class Scroller(VerticalScroll, can_focus=False):
     """The scrolled column of messages."""
 
@@ -137,6 +141,8 @@ class Transcript(Container):
         super().__init__()
         self._replies: list[Reply] = []
         self._width = 0
+        self.writing = False
+        """An answer is being written."""
 
     def on_mount(self) -> None:
         self.scroller.anchor()
@@ -216,7 +222,11 @@ class Transcript(Container):
 
     def _fold_distant(self) -> None:
         view = self.scroller.region
-        if fold_distant((fold for reply in self._replies for fold in reply.folds()), view):
+        # While the view follows an answer that is written, every line kept ready above is laid out for every
+        # piece of text; a reader who moves gets a whole view's worth in both directions.
+        follows = self.writing and self.scroller.at_end
+        margin = MARGIN_WRITING if follows else view.height
+        if fold_distant((fold for reply in self._replies for fold in reply.folds()), view, margin):
             self.call_after_refresh(self._fold_distant)
 
     def _hint(self, visible: bool) -> None:
