@@ -65,6 +65,9 @@ class Edited:
     def vector(self, name: str) -> torch.Tensor:
         return self._inner.vector(name)
 
+    def release_pages(self) -> None:
+        self._inner.release_pages()
+
     def close(self) -> None:
         self._inner.close()
 

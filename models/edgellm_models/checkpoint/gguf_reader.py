@@ -39,7 +39,8 @@ class GGUFCheckpoint:
         self.path = path
         self.metadata: Mapping[str, Any] = shards[0].header.metadata
         self.architecture = gguf_architecture(self.metadata, str(path))
-        self.file_bytes = sum(shard.file.size for shard in shards)
+        self._files = tuple(shard.file for shard in shards)
+        self.file_bytes = sum(file.size for file in self._files)
         self._located = {
             declaration.name: _Located(shard.file, declaration)
             for shard in shards
@@ -96,6 +97,10 @@ class GGUFCheckpoint:
                 "F32, F16 or BF16"
             )
         return _dense_view(found).flatten().to(torch.float32)
+
+    def release_pages(self) -> None:
+        for file in self._files:
+            file.release()
 
     def close(self) -> None:
         """Forget the files; a mapping goes when the last tensor made from it does."""

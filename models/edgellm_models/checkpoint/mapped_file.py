@@ -94,6 +94,11 @@ class MappedFile:
             wrapped = error if isinstance(error, OSError) else OSError(errno.EIO, str(error))
             raise file_error(path, wrapped) from error
 
+    def release(self) -> None:
+        """Gives back the memory of pages that were read, where the system can; they are read again on demand."""
+        if sys.platform == "linux":
+            self.buffer.madvise(mmap.MADV_DONTNEED)  # nothing wrote to the private pages, so nothing is lost
+
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> torch.Tensor:
         """A view of the bytes at ``offset``; a copy where the offset does not suit the element size.
 

@@ -58,7 +58,8 @@ class FolderCheckpoint:
         self.path = path
         self.metadata = config
         self.architecture = hf_architecture(config, str(path / "config.json"))
-        self.file_bytes = sum(file.mapped.size for file in files)
+        self._files = tuple(file.mapped for file in files)
+        self.file_bytes = sum(file.size for file in self._files)
         self._by_file_name = {
             name: _Located(file.mapped, tensor) for file in files for name, tensor in file.tensors.items()
         }
@@ -118,6 +119,10 @@ class FolderCheckpoint:
                 "a vector is needed"
             )
         return self._view(found).flatten().to(torch.float32)
+
+    def release_pages(self) -> None:
+        for file in self._files:
+            file.release()
 
     def close(self) -> None:
         """Forget the files; a mapping goes when the last tensor made from it does."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -27,6 +28,7 @@ from edgellm_models.network.layers import LayerWeights
 from edgellm_models.network.spec import ModelSpec, RopeSpec
 from edgellm_models.network.spec_checks import MAX_FACTOR, MIN_FACTOR
 
+_Made = TypeVar("_Made")
 _HOLDS = ("auto", "native", "dense", "blocks")
 
 
@@ -269,8 +271,7 @@ class _Loader:
         return tuple(values)
 
     def load(self) -> DecoderWeights:
-        """All weights, in the order of the layers."""
-        layers = tuple(self._layer(layer) for layer in range(self.spec.num_layers))
+        """All weights. The largest comes first, while there is little else in memory."""
         table = self._weight("token_embd")
         if not self.spec.tied_embeddings:
             head = self._prepare(self._weight("output"), "lm_head")
@@ -279,7 +280,16 @@ class _Loader:
             # One tensor serves both: the head is read whole at every step, so its form decides.
             head = embedding = self._prepare(table, "lm_head")
         assert not isinstance(embedding, StackedWeight | IntWeight)
+        del table
+        self._released(head)
+        layers = tuple(self._released(self._layer(layer)) for layer in range(self.spec.num_layers))
         return DecoderWeights(embedding, layers, self._gain("output_norm"), head)
+
+    def _released(self, made: _Made) -> _Made:
+        """Gives the file's pages back where the weights are copies of them: they would count twice."""
+        if self.hold != "blocks":
+            self.checkpoint.release_pages()
+        return made
 
     def _layer(self, layer: int) -> LayerWeights:
         prefix = f"blk.{layer}."
