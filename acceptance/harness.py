@@ -71,8 +71,10 @@ def alternate(
     return statistics.median(mine), statistics.median(peer), [b / a for a, b in zip(mine, peer, strict=True)]
 
 
-def record(script: str, figures: Iterable[Figure]) -> bool:
-    """Prints the rows and appends them to docs/benchmarks/<script>.json; true when every promise is met."""
+def record(script: str, figures: Iterable[Figure], *, keep: bool = True) -> bool:
+    """Prints the rows and, to ``keep`` them, appends them to docs/benchmarks/<script>.json; true when every
+    promise is met.
+    """
     path = RESULTS / f"{script}.json"
     rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     shared = {
@@ -92,6 +94,8 @@ def record(script: str, figures: Iterable[Figure]) -> bool:
             f"{value} {figure.unit}  ({figure.promise}){peer}",
             flush=True,
         )
+    if not keep:
+        return met
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -124,12 +124,20 @@ def _kernels() -> Iterator[Finding]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for op, phrase in explain(device).items():
         yield Finding(f"kernel {op}", OK, f"{phrase} on {device}")
-    path = native_library.find_library()
-    if path is None:
+    library = native_library.load_library()
+    if library is None:
         reason = native_library.why_missing()
         yield Finding("native library", WARNING, f"none, so torch computes, more slowly: {reason}")
     else:
-        yield Finding("native library", OK, str(path))
+        runs = native_library.runnable_libraries()
+        others = [name for name in reversed(runs) if name != library.backend]
+        also = f"this processor also runs {' and '.join(others)}; " if others else ""
+        lacks = [name for name in native_library.built_libraries() if name not in runs]
+        never = f"{' and '.join(lacks)} not run here; " if lacks else ""
+        yield Finding("native library", OK, f"{library.backend} back end; {also}{never}{library.path}")
+        if platform.machine().lower() not in ("x86_64", "amd64"):
+            yield Finding("native silicon", WARNING, "native kernels have only ever run on x86-64")
+        yield Finding("int4 KV", OK, "attention on torch: the native kernels read f32, f16, bf16 and int8")
 
 
 def _compiler() -> Iterator[Finding]:
