@@ -1,14 +1,17 @@
 """Packs weights into planes for the GPU kernels: the numbers of the file, in loads of 16 bytes.
 
-Every form cuts K into blocks of 32 weights, and each block into 8 lanes of 4: lane i holds the weights
-i, i + 8, i + 16 and i + 24 of its block, called its places 0 to 3. A thread takes a block of codes in one
-load, and the activations that it needs for place p are 8 neighbours, in their natural order.
+Every form cuts K into blocks of 32 weights, and each block into 4 lanes of 8: lane i holds the weights
+i + 4 p of its block at the places p = 0 to 7. A thread takes a block in one load, and the
+activations that it needs for a place are 4 neighbours, in their natural order. In a lane, place p is field
+n = p // 2 + 4 (p % 2): places 2j and 2j + 1 lie 16 bits apart, so that one mask makes two f16 of them.
 
-    4 bits     [N, K / 2] bytes, a u16 per lane: place p in bits 4p .. 4p + 3
-    2 bits     [N, K / 4] bytes, a byte per lane: place p in bits 2p, 2p + 1
-    8 bits     [N, K] bytes, a u32 per lane: place p in byte p; signed codes are stored with 128 added
-    high 1     [N, K / 8] bytes, a u32 per block: place p of lane i in bit 4i + p (above the low bits)
-    high 2     [N, K / 4] bytes, a byte per lane as 2 bits
+    4 bits     [N, K / 2] bytes, a u32 per lane: field n in bits 4n .. 4n + 3
+    2 bits     [N, K / 4] bytes, a u16 per lane: field n in bits 2n, 2n + 1
+    8 bits     [N, K] bytes, two u32 per lane, the first ones of a block's lanes before the second ones:
+               fields 0, 1, 4, 5 are the bytes of the first, 2, 3, 6, 7 of the second; signed codes have 128
+               added
+    high 1     [N, K / 8] bytes, a byte per lane: bit n (above the low bits of the code)
+    high 2     [N, K / 4] bytes, as 2 bits
 
 The scales of a block lie side by side in their own planes, see ``ScaleKind``.
 """
@@ -35,7 +38,13 @@ from edgellm_kernels.weights import (
 )
 
 BLOCK = 32
-LANES = 8
+LANES = 4
+_FIELDS = [0, 2, 4, 6, 1, 3, 5, 7]
+"""The place at each field."""
+_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
+"""The field at each place."""
+_BYTES = [0, 1, 4, 5, 2, 3, 6, 7]
+"""The field at each byte of 8-bit codes; its own inverse."""
 _CHUNK_ELEMENTS = 1 << 22
 """Weights packed or decoded at a time: bounds the scratch memory."""
 
@@ -90,38 +99,41 @@ FORMS = {
 def pack_codes(codes: torch.Tensor, form: PlaneForm) -> tuple[torch.Tensor, torch.Tensor | None]:
     """uint8 codes [rows, K] -> the low plane and the plane of the high bits, see the module's docstring."""
     rows, k = codes.shape
-    lanes = codes.view(rows, k // BLOCK, 4, LANES).transpose(2, 3)  # [rows, blocks, lane, place]
-    high = None
-    if form.high_bits == 1:
-        bits = (lanes >> form.low_bits).reshape(rows, -1, LANES // 2, 8)  # bit 4 (i % 2) + p of byte i / 2
-        shifts = torch.arange(8, dtype=torch.uint8, device=codes.device)
-        high = (bits << shifts).sum(-1, dtype=torch.uint8).view(rows, -1)
-    elif form.high_bits == 2:
-        high = _join(lanes >> form.low_bits, 2)
+    lanes = codes.view(rows, k // BLOCK, 8, LANES).transpose(2, 3)[
+        ..., _FIELDS
+    ]  # [rows, blocks, lane, field]
+    high = _join(lanes >> form.low_bits, form.high_bits) if form.high_bits else None
     if form.low_bits == 8:
-        return lanes.reshape(rows, k), high
-    low = lanes & ((1 << form.low_bits) - 1)
-    return _join(low.reshape(rows, -1, 2), 4) if form.low_bits == 4 else _join(low, 2), high
+        words = lanes[..., _BYTES].view(rows, k // BLOCK, LANES, 2, 4)
+        return words.transpose(2, 3).reshape(rows, k), high
+    return _join(lanes & ((1 << form.low_bits) - 1), form.low_bits), high
 
 
 def _join(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """The last dim's codes in one byte, the first lowest: [rows, .., n] -> [rows, n bytes]."""
+    """Fields of so many bits, the first lowest: [rows, blocks, lanes, 8] -> [rows, bytes]."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
-    return (codes << shifts).sum(-1, dtype=torch.uint8).view(codes.shape[0], -1)
+    grouped = codes.reshape(codes.shape[0], -1, 8 // bits)
+    return (grouped << shifts).sum(-1, dtype=torch.uint8)
+
+
+def _split(plane: torch.Tensor, bits: int) -> torch.Tensor:
+    """The inverse of ``_join``: [rows, bytes] -> [rows, blocks, lanes, 8]."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=plane.device)
+    fields = (plane.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
+    return fields.reshape(plane.shape[0], -1, LANES, 8)
 
 
 def unpack_codes(low: torch.Tensor, high: torch.Tensor | None, form: PlaneForm) -> torch.Tensor:
     """The inverse of ``pack_codes``: uint8 [rows, K]."""
     rows = low.shape[0]
-    shifts = torch.arange(0, 8, form.low_bits, dtype=torch.uint8, device=low.device)
-    mask = 255 if form.low_bits == 8 else (1 << form.low_bits) - 1
-    lanes = ((low.unsqueeze(-1) >> shifts) & mask).reshape(rows, -1, LANES, 4)
+    if form.low_bits == 8:
+        words = low.view(rows, -1, 2, LANES, 4).transpose(2, 3)
+        lanes = words.reshape(rows, -1, LANES, 8)[..., _BYTES]
+    else:
+        lanes = _split(low, form.low_bits)
     if high is not None:
-        width = form.high_bits
-        shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=low.device)
-        bits = ((high.unsqueeze(-1) >> shifts) & ((1 << width) - 1)).reshape(lanes.shape)
-        lanes = lanes | (bits << form.low_bits)
-    return lanes.transpose(2, 3).reshape(rows, -1)
+        lanes = lanes | (_split(high, form.high_bits) << form.low_bits)
+    return lanes[..., _PLACES].transpose(2, 3).reshape(rows, -1)
 
 
 def _k_pairs(blocks: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,7 @@ def _float_rows(weight: HeldPart, start: int, end: int) -> torch.Tensor:
     return rows if isinstance(weight, DenseWeight) else dequantize(rows, weight.layout, weight.in_features)
 
 
-def _multiply(x: torch.Tensor, weight: HeldPart, out: torch.Tensor) -> None:
+def multiply(x: torch.Tensor, weight: HeldPart, out: torch.Tensor) -> None:
     """out[...] = x @ weight.T + bias, f32."""
     n, k = weight.shape
     if isinstance(weight, DenseWeight) and weight.data.dtype == x.dtype:
@@ -60,7 +60,7 @@ def _product(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
     parts = weight.parts if isinstance(weight, StackedWeight) else (weight,)
     start = 0
     for part in parts:
-        _multiply(x, part, out[:, start : start + part.shape[0]])
+        multiply(x, part, out[:, start : start + part.shape[0]])
         start += part.shape[0]
     return out
 

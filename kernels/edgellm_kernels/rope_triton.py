@@ -1,0 +1,132 @@
+"""Triton q/k norm, rotary embedding and KV write in one launch: a program per token and head."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from edgellm_kernels import rope_torch
+from edgellm_kernels.batch import GroupTables, KVStorage
+from edgellm_kernels.operands import HeadShape
+
+
+@triton.jit
+def _whole(x):
+    """The nearest whole number, halves to even, of a number below 2^22."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def _store_row(
+    values, element, mask, pages, scales, slot, num_heads, head, DIM: tl.constexpr, INT8: tl.constexpr
+):
+    """One head's row at a slot, quantized as kv_store_torch does it: the same bytes."""
+    row = slot * num_heads + head
+    if INT8:
+        peak = tl.max(tl.where(mask, tl.abs(values), 0.0), axis=0)
+        # NOTE: a maximum may pass over NaN, which has to stay visible.
+        peak = tl.where(tl.sum((mask & (values != values)).to(tl.int32), axis=0) > 0, float("nan"), peak)
+        exact = tl.div_rn(peak, 127.0)
+        scale = tl.where((exact > 65504.0) & (exact < float("inf")), 65504.0, exact).to(tl.float16)
+        divisor = scale.to(tl.float32)
+        divisor = tl.where(divisor == 0.0, float("inf"), divisor)
+        steps = tl.div_rn(values, tl.zeros_like(values) + divisor)
+        steps = tl.where(steps != steps, 0.0, steps)
+        steps = _whole(tl.minimum(tl.maximum(steps, -127.0), 127.0))
+        tl.store(pages + row * DIM + element, steps.to(tl.int8), mask=mask)
+        tl.store(scales + row, scale)
+    else:
+        tl.store(pages + row * DIM + element, values.to(pages.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rope_store_kernel(
+    qkv, q_norm, k_norm, cos, sin, slots, q_out, keys, values, key_scales, value_scales, eps, num_heads,
+    num_kv_heads, pairs, K_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, INT8_KEYS: tl.constexpr, INT8_VALUES: tl.constexpr,
+):  # fmt: skip
+    """Head h of a token: q where h < num_heads, then k, then v."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    element = tl.arange(0, BLOCK)
+    width = (num_heads + num_kv_heads) * K_DIM + num_kv_heads * V_DIM
+    slot = tl.load(slots + token)
+    if head >= num_heads + num_kv_heads:
+        head = head - num_heads - num_kv_heads
+        if slot >= 0:
+            mask = element < V_DIM
+            start = qkv + token * width + (num_heads + num_kv_heads) * K_DIM + head * V_DIM
+            row = tl.load(start + element, mask=mask, other=0.0).to(tl.float32)
+            _store_row(row, element, mask, values, value_scales, slot, num_kv_heads, head, V_DIM, INT8_VALUES)
+    else:
+        mask = element < K_DIM
+        turned = element < 2 * pairs
+        partner = tl.where(element < pairs, element + pairs, element - pairs)
+        partner = tl.where(turned, partner, element)
+        start = qkv + token * width + head * K_DIM
+        x = tl.load(start + element, mask=mask, other=0.0).to(tl.float32)
+        other = tl.load(start + partner, mask=mask, other=0.0).to(tl.float32)
+        if HAS_Q_NORM or HAS_K_NORM:
+            factor = tl.rsqrt(tl.sum(x * x, axis=0) / K_DIM + eps)
+            is_q = head < num_heads
+            if (HAS_Q_NORM and is_q) or (HAS_K_NORM and head >= num_heads):
+                gains = q_norm if is_q else k_norm
+                x = x * factor * tl.load(gains + element, mask=mask, other=0.0)
+                other = other * factor * tl.load(gains + partner, mask=mask, other=0.0)
+        pair = tl.where(element < pairs, element, element - pairs)
+        c = tl.load(cos + token * pairs + pair, mask=turned & mask, other=1.0)
+        s = tl.load(sin + token * pairs + pair, mask=turned & mask, other=0.0)
+        x = tl.where(turned, x * c + tl.where(element < pairs, -other, other) * s, x)
+        if head < num_heads:
+            tl.store(q_out + (token * num_heads + head) * K_DIM + element, x, mask=mask)
+        elif slot >= 0:
+            head = head - num_heads
+            _store_row(x, element, mask, keys, key_scales, slot, num_kv_heads, head, K_DIM, INT8_KEYS)
+
+
+def qk_norm_rope_store(
+    qkv: torch.Tensor,
+    shape: HeadShape,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    kv: KVStorage,
+    layer: int,
+    tables: GroupTables,
+) -> torch.Tensor:
+    """See ops.QkNormRopeStore. int4 pages are written by torch."""
+    if kv.rotates_keys or kv.rotates_values:
+        return rope_torch.qk_norm_rope_store(qkv, shape, q_norm, k_norm, eps, cos, sin, kv, layer, tables)
+    tokens = qkv.shape[0]
+    qkv = qkv.contiguous()
+    out = torch.empty((tokens, shape.num_heads, shape.k_dim), dtype=torch.float32, device=qkv.device)
+    keys, values = kv.keys[layer], kv.values[layer]
+    if tokens:
+        rope_store_kernel[(tokens, shape.num_heads + 2 * shape.num_kv_heads)](
+            qkv=qkv,
+            q_norm=cos if q_norm is None else q_norm,
+            k_norm=cos if k_norm is None else k_norm,
+            cos=cos.contiguous(),
+            sin=sin.contiguous(),
+            slots=tables.slot_mapping,
+            q_out=out,
+            keys=keys,
+            values=values,
+            key_scales=keys if kv.key_scales is None else kv.key_scales[layer],
+            value_scales=values if kv.value_scales is None else kv.value_scales[layer],
+            eps=eps,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            pairs=cos.shape[1],
+            K_DIM=shape.k_dim,
+            V_DIM=shape.v_dim,
+            BLOCK=triton.next_power_of_2(max(shape.k_dim, shape.v_dim)),
+            HAS_Q_NORM=q_norm is not None,
+            HAS_K_NORM=k_norm is not None,
+            INT8_KEYS=keys.dtype == torch.int8,
+            INT8_VALUES=values.dtype == torch.int8,
+            num_warps=1,
+        )
+    return out
