@@ -148,7 +148,7 @@ def answer(
 def measure(runtime: Runtime, texts: Sequence[str]) -> Tally:
     """Alternating pairs of every prompt."""
     templates = runtime.load_templates()
-    encoder, _ = chat_encoder(runtime.tokenizer, templates, model_name=runtime.info.name)
+    encoder, _ = chat_encoder(runtime.tokenizer, templates, model_name=runtime.info.name, plain_fallback=True)
     tally = Tally()
     for index, text in enumerate(texts):
         messages = [ChatMessage("user", text)]
