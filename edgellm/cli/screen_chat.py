@@ -83,7 +83,7 @@ def _opener(opening: Opening, system: str) -> Callable[[OnNotice], Opened]:
         running = running_server(opening, on_notice)
         if running is not None:
             return _connect(opening, system, running.address, running.api_key, running.model)
-        return _own(opening, system, on_notice)
+        return own_engine(opening, system, on_notice)
 
     return opener
 
@@ -97,10 +97,10 @@ async def _connect(opening: Opening, system: str, address: str, key: str | None,
         if opening.url is not None
         else opening.sampling_without_loading()
     )
-    return client, _settings(opening, system, sampling)
+    return client, chat_settings(opening, system, sampling)
 
 
-def _own(opening: Opening, system: str, on_notice: OnNotice) -> Opened:
+def own_engine(opening: Opening, system: str, on_notice: OnNotice) -> Opened:
     """Starts the engine's process and waits until its model is loaded."""
     from edgellm.cli.engine_process import EngineProcess, OwnedEngine
     from edgellm.cli.runtime import default_model_notice
@@ -127,7 +127,7 @@ def _own(opening: Opening, system: str, on_notice: OnNotice) -> Opened:
         except BaseException:
             process.stop()
             raise
-        return OwnedEngine(client, process), _settings(opening, system, sampling)
+        return OwnedEngine(client, process), chat_settings(opening, system, sampling)
 
     return connect()
 
@@ -161,7 +161,7 @@ def serve_arguments(opening: Opening) -> list[str]:
     return arguments
 
 
-def _settings(opening: Opening, system: str, sampling: SamplingParams) -> ChatSettings:
+def chat_settings(opening: Opening, system: str, sampling: SamplingParams) -> ChatSettings:
     from edgellm.locations import Locations
     from edgellm_tui.settings import ChatSettings
 

@@ -75,6 +75,7 @@ class RecordingBackend(FakeBackend):
 def main() -> None:
     import edgellm.cli.model_access as model_access
     import edgellm.cli.runtime as runtime
+    import edgellm.cli.screen_chat as screen_chat
     from edgellm.cli.main import main as edgellm_main
     from edgellm_models.catalog import resolve_model
 
@@ -88,6 +89,17 @@ def main() -> None:
         found = resolve_model(argument, Path("/nonexistent"))
         return found, found.path or Path("/nonexistent/model.gguf")
 
+    def fake_engine(opening: Any, system: str, on_notice: Any) -> Any:
+        """In the place of the engine's process, which would not know the script."""
+        loaded, sampling = opening.load(on_notice)
+        backend = loaded.client(kv_policy=opening.kv_policy)
+
+        async def connect() -> Any:
+            return backend, screen_chat.chat_settings(opening, system, sampling)
+
+        return connect()
+
+    screen_chat.own_engine = fake_engine
     runtime.load_runtime = fake_load  # type: ignore[assignment]
     model_access.local_model = fake_local_model
     edgellm_main()
