@@ -110,6 +110,7 @@ def own_engine(opening: Opening, system: str, on_notice: OnNotice) -> Opened:
     assert opening.model is not None
     if opening.unnamed:
         on_notice(default_model_notice(opening.model.name))
+    _check_template(opening)
     _tell_estimate(opening, on_notice)
     folder = Locations.from_environment().ensure_runtime()
     socket = folder / f"chat-{os.getpid()}-{uuid.uuid4().hex[:6]}" / "socket"
@@ -130,6 +131,21 @@ def own_engine(opening: Opening, system: str, on_notice: OnNotice) -> Opened:
         return OwnedEngine(client, process), chat_settings(opening, system, sampling)
 
     return connect()
+
+
+def _check_template(opening: Opening) -> None:
+    """BadInputError for a base model, before it is loaded: a server says it at the first question only."""
+    from edgellm_models.checkpoint.headers import read_header
+    from edgellm_models.errors import BadInputError
+    from edgellm_models.tokenizer import load_chat_templates
+
+    assert opening.model is not None and opening.path is not None
+    header = read_header(opening.path)
+    if load_chat_templates(opening.path, header.file_format, header.metadata) is None:
+        raise BadInputError(
+            f"{opening.model.name} is a base model: it has no chat template, so it cannot chat; use `edgellm"
+            f" complete` or another model"
+        )
 
 
 def _tell_estimate(opening: Opening, on_notice: OnNotice) -> None:
