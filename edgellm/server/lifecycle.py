@@ -27,6 +27,8 @@ PARENT_POLL_S = 0.5
 KEEP_ALIVE_S = 60
 
 INTERRUPTED = 130
+_SIGNALS = {signal.SIGTERM: 0, signal.SIGINT: INTERRUPTED}
+"""Those that end a server in good order, and the exit codes."""
 
 
 @dataclass
@@ -44,10 +46,16 @@ class Server:
     locations: Locations | None = None
     _claimed: ClaimedAddress | None = None
     _exit: _Exit = field(default_factory=lambda: _Exit())
+    _before: dict[int, Any] = field(default_factory=dict)
+    """Signal handlers that were there before."""
 
     def claim(self) -> str:
         """Listens on the address, so that its being taken is known before anything is loaded; the address."""
         settings = self.settings
+        # From here on, and until the event loop has handlers of its own, a signal is an orderly end too.
+        for number, code in _SIGNALS.items():
+            with contextlib.suppress(ValueError, OSError):  # not in the main thread
+                self._before[number] = signal.signal(number, lambda *_, code=code: self._exit.ask(code))
         if settings.uds is not None:
             self._claimed = claim_unix(settings.uds)
         else:
@@ -69,6 +77,9 @@ class Server:
         claimed, self._claimed = self._claimed, None
         if claimed is not None:
             claimed.release()
+        while self._before:
+            number, handler = self._before.popitem()
+            signal.signal(number, handler)
 
     async def serve(self) -> int:
         """``run`` inside an event loop that is there already."""
@@ -152,9 +163,8 @@ class Server:
     @contextlib.contextmanager
     def _signals(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
         """SIGTERM and Ctrl-C end the server in good order; a second one at once."""
-        codes = {signal.SIGTERM: 0, signal.SIGINT: INTERRUPTED}
         added = []
-        for number, code in codes.items():
+        for number, code in _SIGNALS.items():
             # Not on Windows, and not outside of the main thread: there KeyboardInterrupt ends the run.
             with contextlib.suppress(NotImplementedError, ValueError, RuntimeError):
                 loop.add_signal_handler(number, self._exit.ask, code)

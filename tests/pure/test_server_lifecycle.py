@@ -209,6 +209,15 @@ def test_a_load_that_fails_ends_the_server_with_its_code(model: str) -> None:
     assert server.err == ["edgellm: needs 9 GB, 1 GB free\n"] and server.out.empty()
 
 
+def test_a_signal_while_loading_ends_the_server_at_once(model: str, isolated_home: Path) -> None:
+    path = isolated_home / "own" / "s.sock"
+    with process("serve", model, "--uds", str(path), FAKE_LOAD_S="60") as server:
+        wait_for(path.exists)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end(10) == 0
+    assert not path.exists() and not list((isolated_home / "run" / "servers").iterdir())
+
+
 def test_ps_and_stop(model: str) -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "edgellm", *arguments]

@@ -13,7 +13,7 @@ from edgellm.server.openapi import GETS, POSTS, document
 from tests.support.served import Running, http, scripted_model, serving
 
 EXAMPLES = int(os.environ.get("EDGELLM_TEST_OPENAPI_EXAMPLES", "6"))
-"""Of each operation, well and badly formed; acceptance/server_fuzz.py runs many more."""
+"""Of each operation, well and badly formed; a long run by hand sets more."""
 
 
 @pytest.fixture(scope="module")

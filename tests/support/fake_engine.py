@@ -127,6 +127,10 @@ class FakeRunner:
         script = list(self.script(prompt))
         count = min(self.burst, 1 + planned.draft_limit)
         new = [script[i % len(script)] for i in range(len(answer), len(answer) + count)]
+        if planned.token_masks:  # the script where it is allowed, else what is
+            mask = planned.token_masks[0]
+            allowed = [i for i in range(8 * len(mask)) if mask[i // 8] >> i % 8 & 1]
+            new = [new[0] if new[0] in allowed else allowed[0]]
         answer.extend(new)
         self.committed[sid] = len(prompt) + len(answer) - 1
         drafted = {"draft_proposed": count - 1, "draft_accepted": count - 1}
