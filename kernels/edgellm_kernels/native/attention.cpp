@@ -19,7 +19,7 @@ constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 constexpr int64_t kMaxRows = 64;
 
 // Up to so many rows read K and V where they lie; more share what is decoded once.
-constexpr int64_t kRowsInPlace = 8;
+constexpr int64_t kRowsInPlace = 24;
 // Keys that are asked for before they are read: those of one head lie too far apart for the processor to foresee.
 constexpr int64_t kAhead = 24;
 

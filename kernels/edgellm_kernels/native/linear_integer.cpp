@@ -86,6 +86,8 @@ void multiply_two_tiles(
     const uint8_t* first, const uint8_t* second, const ActivationBlock* x, int64_t stride, int64_t k, float* sums) {
   constexpr int S = kSpans<T>;
   const uint8_t* unit[2] = {first, second};
+  // The same place of the next two tiles: what lies nearer is this tile's rest, or the other's, on its way already.
+  const int64_t pair = 2 * (second - first), ahead = pair > kPrefetchBytes ? pair : kPrefetchBytes;
   F32 sum[2][ROWS];
   for (int t = 0; t < 2; ++t)
     for (int r = 0; r < ROWS; ++r) sum[t][r] = zero();
@@ -95,7 +97,7 @@ void multiply_two_tiles(
     for (int t = 0; t < 2; ++t) {
       T::scales(unit[t], scale[t], min[t]);
       q[t] = unit[t] + T::kHeader;
-      for (int64_t line = 0; line < kUnitBytes<T>; line += 64) __builtin_prefetch(unit[t] + kPrefetchBytes + line);
+      for (int64_t line = 0; line < kUnitBytes<T>; line += 64) __builtin_prefetch(unit[t] + ahead + line);
       unit[t] += kUnitBytes<T>;
     }
 #pragma GCC unroll 1
