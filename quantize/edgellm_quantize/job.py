@@ -94,6 +94,7 @@ def run_core(
         result = quantize_layer(checkpoint, loader, plan, index, stream, original, on_stage)
         tensors, notes = _packed(result)
         folder.add(tensors, notes, _state(stream, original))
+        checkpoint.release_pages()  # what was read of the mapped file would count as memory to the end
     clock.at(loader.spec.num_layers, 0)
     return CoreResult(folder, loader.spec.num_layers, tuple(notices))
 

@@ -47,5 +47,8 @@ class OverlayCheckpoint:
         found = self.replaced.get(name)
         return self.base.vector(name) if found is None else found
 
+    def release_pages(self) -> None:
+        self.base.release_pages()
+
     def close(self) -> None:
         self.base.close()

@@ -28,11 +28,11 @@ _SAMPLE_WEIGHTS = 1 << 19
 """Weights of a tensor that are encoded to learn the error of a type."""
 _REFERENCE = "Q4_0"
 """The type whose loss is measured; small errors cost in proportion, so other types follow from theirs."""
-_TOKENS = 1024
-_LENGTH = 256
-_SCORED_EVERY = 4
+_TOKENS = 512
+_LENGTH = 128
+_SCORED_EVERY = 2
 """Of the tokens that run, how many have their logits compared: a large vocabulary costs more than layers."""
-_LAYERS = 10
+_LAYERS = 8
 """Layers whose tensors are measured; those between are interpolated."""
 _HEAD_ROWS = 64
 _F16_ERROR = 2.0**-24
@@ -178,7 +178,7 @@ def _divergences(
 
 
 def sampled_layers(count: int) -> list[int]:
-    """The first, the last and evenly spaced ones between, about ten."""
+    """The first, the last and evenly spaced ones between, about eight."""
     if count <= _LAYERS:
         return list(range(count))
     return sorted({round(i * (count - 1) / (_LAYERS - 1)) for i in range(_LAYERS)})

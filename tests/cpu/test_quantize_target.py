@@ -124,8 +124,8 @@ def test_sensitivity_is_the_divergence_of_the_running_model(arch: str, tmp_path:
         logs = PagedRun(changed).step([("a", ids[0])])[0].log_softmax(-1)
         each = (wanted.exp() * (wanted - logs)).sum(-1)
         error = float((values - weight).square().sum() / weight.square().sum())
-        # Every fourth token is compared there.
-        assert found.loss[name] * error == pytest.approx(float(each[::4].mean()), rel=0.02), name
+        # Every second token is compared there.
+        assert found.loss[name] * error == pytest.approx(float(each[::2].mean()), rel=0.02), name
 
 
 def test_types_that_fit_and_layers_that_are_measured() -> None:
@@ -133,7 +133,7 @@ def test_types_that_fit_and_layers_that_are_measured() -> None:
     assert candidate_types(100) == ("F16",)
     assert sampled_layers(3) == [0, 1, 2]
     many = sampled_layers(80)
-    assert many[0] == 0 and many[-1] == 79 and len(many) == 10
+    assert many[0] == 0 and many[-1] == 79 and len(many) == 8
     rows = torch.randn((16, 512), generator=torch.Generator().manual_seed(2)).numpy()
     errors = [relative_error(rows, kind, None) for kind in candidate_types(512)[:-1]]
     assert errors == sorted(errors, reverse=True) and errors[-1] > 0
