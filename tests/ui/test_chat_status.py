@@ -146,7 +146,7 @@ def test_bar_and_answer_give_the_same_figures(ttft_s: float, ending: FinishReaso
 def test_an_answer_without_a_token_has_no_first_token() -> None:
     async def scenario() -> None:
         app = EdgeChat(FakeBackend(Script(pieces=["a"], hold_after=0)))
-        async with app.run_test(size=(120, 30)) as pilot:
+        async with app.run_test(size=(100, 30)) as pilot:
             await send(pilot, app, "Hi", wait=False)
             await pilot.press("escape")
             await until(pilot, lambda: not chat_screen(app).generating, "stopped")
@@ -213,12 +213,14 @@ def test_hints_fit_into_80_columns_and_speak_plainly(
     asyncio.run(scenario())
 
 
-def test_an_answer_that_no_file_can_hold_leaves_no_file(tmp_path: Path) -> None:
+def test_an_answer_that_no_file_can_hold_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def scenario() -> None:
         app = chat_app(FakeBackend(), save_folder=tmp_path)
         async with app.run_test() as pilot:
             await send(pilot, app, "Hi")
-            chat_screen(app)._last_answer = "half \ud83d"
+            monkeypatch.setattr(chat_actions.ChatActions, "_last_answer", "half \ud83d")
             await send(pilot, app, "/save a.md")
             assert "Not saved" in status(app).hint
             assert list(tmp_path.iterdir()) == []
