@@ -12,7 +12,13 @@ import torch
 
 from edgellm_kernels.ggml_blocks import dequantize
 from edgellm_kernels.ggml_types import GGML_TYPES_BY_NAME
-from edgellm_kernels.native_library import NativeLibrary, built_libraries, open_library, runnable_libraries, why_missing
+from edgellm_kernels.native_library import (
+    NativeLibrary,
+    built_libraries,
+    open_library,
+    runnable_libraries,
+    why_missing,
+)
 from edgellm_kernels.weights import BlockLayout
 
 BLOCK_TYPES = [layout.value for layout in BlockLayout]
