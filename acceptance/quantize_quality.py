@@ -4,6 +4,9 @@ Windows of 512 tokens, the first 128 not scored, of prose, code and chat that ca
 calibration text for every case, llama-imatrix's included. Each case is kept when it is done, with the files
 that it made, so a long run can be ended and taken up again:
 
+The prose is from the same book as the calibration's and the chat's answers too, though no passage is in both:
+``by_kind`` of each row shows the code, which is other modules by other hands, apart.
+
 EDGELLM_QUALITY_FOLDER    twins, outputs and cases.json (default: edgellm-quality in the system's temporary
                           folder; several GB)
 EDGELLM_QUALITY_CASES     names of CASES, separated by commas (default: all)
@@ -16,6 +19,7 @@ EDGELLM_QUALITY_AGAIN     1 measures the named cases anew
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import tempfile
@@ -27,7 +31,7 @@ from typing import Any
 
 import torch
 
-from acceptance.harness import Figure
+from acceptance.harness import Figure, commit
 from acceptance.llama_cpp_tools import VERSION, tool
 from acceptance.quality_text import calibration_text, held_out_windows
 from edgellm_models.checkpoint import open_checkpoint
@@ -41,6 +45,7 @@ from edgellm_quantize.layer_rounding import CorePlan, uniform_grids
 from edgellm_quantize.overlay import OverlayCheckpoint
 from edgellm_quantize.recipe import CalibrationSpec, QuantizeJob, QuantizeRecipe
 from edgellm_quantize.rounding import RoundingOptions
+from edgellm_quantize.target_size import nbytes
 from tests.support.dense_twin import write_twin_gguf
 from tests.support.real_models import REAL_MODELS, real_model
 
@@ -144,10 +149,15 @@ def llama(type_name: str) -> Callable[[Bench, str], Made]:
         subprocess.run(list(map(str, command)), check=True, capture_output=True)
         seconds = time.perf_counter() - began
         with _opened(out) as checkpoint:
-            sizes = checkpoint.tensors()
-            weights = sum(torch.Size(info.shape).numel() for info in sizes.values())
-            nbytes = out.stat().st_size
-        detail = {"bpw": 8 * nbytes / weights, "bytes": nbytes, "seconds": seconds, "peer": VERSION}
+            infos = checkpoint.tensors().values()
+            weights = sum(math.prod(info.shape) for info in infos)
+            stored = sum(nbytes(tuple(info.shape), info.type_name) for info in infos)
+        detail = {
+            "bpw": 8 * stored / weights,
+            "bytes": out.stat().st_size,
+            "seconds": seconds,
+            "peer": VERSION,
+        }
         return lambda: open_checkpoint(out), detail
 
     return make
@@ -283,6 +293,7 @@ def _measure(bench: Bench, case: str) -> dict[str, Any]:
         "by_kind": by_kind,
         "scored": found.numel(),
         "calibration_tokens": bench.tokens,
+        "measured_at": commit(),
     }
 
 
