@@ -31,6 +31,7 @@ from edgellm_models.errors import EngineError, UsageError
 
 def test_percentiles_are_those_of_numpy() -> None:
     import numpy
+
     rng = random.Random(3)
     for count in (1, 2, 3, 10, 101, 1000):
         values = [rng.expovariate(2.0) for _ in range(count)]
