@@ -74,7 +74,7 @@ SETTINGS = (
     Setting("device", "choice", "Where the model runs.", "auto", ("auto", "cpu", "cuda")),
     Setting("threads", "integer", "CPU threads; unset is one per physical core.", minimum=1, maximum=4096),
     Setting("ctx", "integer", "Context in tokens; unset is the trained one or what fits.", minimum=1),
-    Setting("kernels", "choice", "Which kernels compute.", "auto", ("auto", "torch", "native"), ("triton",)),
+    Setting("kernels", "choice", "Which kernels compute.", "auto", ("auto", "torch", "native", "triton")),
     Setting(
         "activations",
         "choice",

@@ -16,6 +16,7 @@ from edgellm_kernels.weights import (
     HeldPart,
     LinearWeight,
     NativeWeight,
+    PlaneWeight,
     StackedWeight,
 )
 
@@ -130,7 +131,7 @@ def lm_head(
 
 def embed(
     token_ids: torch.Tensor,
-    weight: DenseWeight | BlockQuantWeight | NativeWeight,
+    weight: DenseWeight | BlockQuantWeight | NativeWeight | PlaneWeight,
     scale: float = 1.0,
 ) -> torch.Tensor:
     """See ops.Embed. An embedding that is not the head too stays in the file's form: torch reads its rows."""

@@ -89,11 +89,15 @@ def lm_head(x: Prepared, weight: LinearWeight, softcap: float | None = None) -> 
 
 
 def embed(
-    token_ids: torch.Tensor, weight: DenseWeight | BlockQuantWeight | NativeWeight, scale: float = 1.0
+    token_ids: torch.Tensor,
+    weight: DenseWeight | BlockQuantWeight | NativeWeight | PlaneWeight,
+    scale: float = 1.0,
 ) -> torch.Tensor:
     """See ops.Embed."""
     if isinstance(weight, NativeWeight):
         raise TypeError("a weight packed for the native kernels is read by them only")
+    if isinstance(weight, PlaneWeight):
+        raise TypeError("a weight packed for the GPU kernels is read by them only")
     if isinstance(weight, DenseWeight):
         rows = weight.data.index_select(0, token_ids).float()
     else:

@@ -23,7 +23,7 @@ from edgellm_kernels.registry import OPS, KernelUnavailableError, choose, explai
 from edgellm_kernels.rope_torch import rope_angles
 from edgellm_kernels.step_native import NativeStep, StepSpec
 from edgellm_kernels.step_native import can_compile as can_compile_step
-from edgellm_kernels.weights import BlockQuantWeight, DenseWeight, LinearWeight, NativeWeight
+from edgellm_kernels.weights import BlockQuantWeight, DenseWeight, LinearWeight, NativeWeight, PlaneWeight
 
 __all__ = [
     "HeadShape",
@@ -47,7 +47,7 @@ class Embed(Protocol):
     def __call__(
         self,
         token_ids: torch.Tensor,
-        weight: DenseWeight | BlockQuantWeight | NativeWeight,
+        weight: DenseWeight | BlockQuantWeight | NativeWeight | PlaneWeight,
         scale: float = 1.0,
     ) -> torch.Tensor:
         """Rows of the embedding table times ``scale``: int64 [tokens] -> f32 [tokens, hidden]."""
@@ -210,6 +210,10 @@ def load_kernels(
     for op in _LINEAR_OPS:
         if chosen[op].backend == "native":
             functions[op] = partial(functions[op], exact=precision == "exact")
+        elif chosen[op].backend == "triton":
+            functions[op] = partial(functions[op], dtype=dtype)
+    if chosen["paged_attention"].backend == "triton":
+        functions["paged_attention"] = partial(functions["paged_attention"], dtype=dtype)
     backends = {op: implementation.backend for op, implementation in chosen.items()}
     return Kernels(
         device=torch.device(device), dtype=dtype, activations=precision, chosen=backends, **functions

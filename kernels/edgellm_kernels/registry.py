@@ -6,6 +6,7 @@ Pure data: nothing registers itself, and a module is imported only when one of i
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,18 @@ def _native(op: str, module: str) -> Implementation:
     return Implementation(op, "native", ("cpu",), (torch.float32,), f"edgellm_kernels.{module}", op)
 
 
+def _triton(op: str, module: str) -> Implementation:
+    dtypes = (torch.float32, torch.bfloat16)
+    return Implementation(op, "triton", ("cuda",), dtypes, f"edgellm_kernels.{module}", op)
+
+
+LEFT_TO_TORCH = {"triton": ("rope_angles",)}
+"""Ops that a backend leaves to torch, also where it was asked for by name: cos of a large angle needs a range
+reduction that Triton's does not have.
+"""
+_MIN_CAPABILITY = (8, 0)
+"""The Triton kernels multiply in tf32 and load asynchronously."""
+
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     _native("embed", "linear_native"),
     _native("add_rms_norm", "norm_native"),
@@ -69,6 +82,14 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     _native("plan_attention", "attention_native"),
     _native("paged_attention", "attention_native"),
     _native("lm_head", "linear_native"),
+    _triton("embed", "linear_triton"),
+    _triton("add_rms_norm", "norm_triton"),
+    _triton("linear", "linear_triton"),
+    _triton("gate_up", "linear_triton"),
+    _triton("qk_norm_rope_store", "rope_triton"),
+    _triton("plan_attention", "attention_triton"),
+    _triton("paged_attention", "attention_triton"),
+    _triton("lm_head", "linear_triton"),
     _torch("embed", "linear_torch"),
     _torch("add_rms_norm", "norm_torch"),
     _torch("linear", "linear_torch"),
@@ -81,6 +102,15 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
 )
 
 
+def triton_missing() -> str:
+    """Why the Triton kernels cannot run on the GPU; empty where nothing speaks against it."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < _MIN_CAPABILITY:
+        return "they need a GPU of compute capability 8.0"
+    return ""
+
+
 def available(
     op: str, device: torch.device | str, dtype: torch.dtype = torch.float32
 ) -> list[Implementation]:
@@ -89,6 +119,8 @@ def available(
     found = [i for i in IMPLEMENTATIONS if i.op == op and kind in i.devices and dtype in i.dtypes]
     if any(i.backend == "native" for i in found) and load_library() is None:
         found = [i for i in found if i.backend != "native"]
+    if any(i.backend == "triton" for i in found) and triton_missing():
+        found = [i for i in found if i.backend != "triton"]
     return sorted(found, key=lambda i: BACKENDS.index(i.backend))
 
 
@@ -97,13 +129,18 @@ def choose(
 ) -> Implementation:
     """The implementation to use: the first available one, or that of the ``preferred`` backend.
 
-    Raises KernelUnavailableError if there is none: a wish is never replaced silently.
+    Raises KernelUnavailableError if there is none: a wish is never replaced silently. What a backend never
+    computes (LEFT_TO_TORCH) torch does beside it.
     """
     if preferred not in ("auto", *BACKENDS):
         raise KernelUnavailableError(f"unknown kernels {preferred!r}: choose auto, {', '.join(BACKENDS)}")
     found = available(op, device, dtype)
+    accepted = {preferred}
+    serves = any(i.backend == preferred for i in available("linear", device, dtype))
+    if serves and op in LEFT_TO_TORCH.get(preferred, ()):
+        accepted.add("torch")
     for implementation in found:
-        if preferred in ("auto", implementation.backend):
+        if preferred == "auto" or implementation.backend in accepted:
             return implementation
     there = ", ".join(i.backend for i in found) or "nothing"
     wanted = "kernels" if preferred == "auto" else f"{preferred} kernels"
@@ -111,6 +148,8 @@ def choose(
     reason = why_missing() if preferred == "native" and torch.device(device).type == "cpu" else ""
     if reason:
         raise KernelUnavailableError(f"there is no native kernel library: {reason}")
+    if preferred == "triton" and torch.device(device).type == "cuda" and triton_missing():
+        raise KernelUnavailableError(f"there are no triton kernels here: {triton_missing()}")
     raise KernelUnavailableError(
         f"no {wanted} for {op} on {torch.device(device).type} in {type_name}; available: {there}"
     )

@@ -15,8 +15,10 @@ pytest.importorskip("triton", reason="no Triton for this platform")
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("name", ["linear", "fused", "attention"])
-def test_in_the_interpreter(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "fewest"), [("linear", 20), ("fused", 10), ("attention", 10), ("decoder", 1)]
+)
+def test_in_the_interpreter(name: str, fewest: int) -> None:
     """Every test runs and passes; none is skipped."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment.pop("PYTEST_XDIST_WORKER", None)
@@ -34,4 +36,4 @@ def test_in_the_interpreter(name: str) -> None:
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     found = re.search(r"(\d+) passed", done.stdout)
-    assert found and int(found.group(1)) >= 8 and "skipped" not in done.stdout, done.stdout[-500:]
+    assert found and int(found.group(1)) >= fewest and "skipped" not in done.stdout, done.stdout[-500:]

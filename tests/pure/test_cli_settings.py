@@ -13,7 +13,7 @@ from edgellm.cli.output import counted
 from edgellm.config import SETTINGS
 from tests.support.command_line import run_edgellm
 
-WRONG = [("CTX", "abc"), ("TOP_P", "7"), ("KERNELS", "triton"), ("SEED", "-1"), ("TEMP", "nan")]
+WRONG = [("CTX", "abc"), ("TOP_P", "7"), ("KERNELS", "magic"), ("SEED", "-1"), ("TEMP", "nan")]
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG)

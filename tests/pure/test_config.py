@@ -75,7 +75,7 @@ def test_an_empty_variable_is_unset(tmp_path: Path) -> None:
         ("temp = nan", ["temp must be a finite number"]),
         ("stop = [1]", ["stop must be a text or list of texts"]),
         ("device = 'tpu'", ["device must be one of auto, cpu, cuda", "'tpu'"]),
-        ("kernels = 'triton'", ["kernels triton is not in this version", "auto, torch"]),
+        ("kernels = 'magic'", ["kernels must be one of auto, torch, native, triton", "'magic'"]),
         ("kv_window = 0", ["kv_window must be an integer of 1 or more, not 0"]),
         ("model = ''", ["model must not be empty"]),
         ("ctx = ", ["config.toml is not valid TOML"]),

@@ -29,7 +29,9 @@ from edgellm_models.network.spec import ModelSpec, RopeSpec
 from edgellm_models.network.spec_checks import MAX_FACTOR, MIN_FACTOR
 
 _Made = TypeVar("_Made")
-_HOLDS = ("auto", "native", "dense", "blocks")
+_HOLDS = ("auto", "native", "planes", "dense", "blocks")
+_OWN_HOLDS = {"native": "native", "triton": "planes"}
+"""The packed form that a backend's linears take; others take dense weights and blocks."""
 
 
 def build_decoder(
@@ -45,9 +47,9 @@ def build_decoder(
 
     Args:
         dtype: what linears compute in, float32 or bfloat16. The residual stream is f32 in any case.
-        hold: ``native`` (packed for the native kernels: the file's size), ``dense`` (decoded once),
-            ``blocks`` (decoded at every call: slow, small) or ``auto``: native with native kernels, else by
-            the free memory. With dense or blocks, auto kernels are torch's.
+        hold: ``native`` and ``planes`` (packed for the native and the GPU kernels: the file's size),
+            ``dense`` (decoded once), ``blocks`` (decoded at every call: slow, small) or ``auto``: what the
+            kernels pack, else by the free memory. With dense or blocks, auto kernels are torch's.
         kernels: auto, torch, triton or native. activations: auto, exact or int16, see ops.load_kernels.
 
     Raises:
@@ -58,10 +60,10 @@ def build_decoder(
         raise ValueError(f"hold must be one of {', '.join(_HOLDS)}, not {hold!r}")
     spec = read_spec(checkpoint.file_format, checkpoint.metadata, checkpoint.tensors())
     missing = ""
-    if kernels == "auto" and torch.device(device).type == "cpu":
+    if kernels == "auto":
         if hold in ("dense", "blocks"):
             kernels = "torch"
-        elif dtype == torch.float32:
+        elif torch.device(device).type == "cpu" and dtype == torch.float32:
             missing = native_missing()
     try:
         chosen = load_kernels(device, dtype, kernels, activations)
@@ -73,10 +75,10 @@ def build_decoder(
         loader.notices.append(Notice("native_kernels_missing", detail))
     needed = loader.check()
     free = free_memory_bytes() if chosen.device.type == "cpu" else None
-    is_native = chosen.chosen["linear"] == "native"
-    if is_native != (hold == "native") and hold != "auto":
+    own = _OWN_HOLDS.get(chosen.chosen["linear"])
+    if hold != "auto" and (hold != own if own else hold in _OWN_HOLDS.values()):
         raise ValueError(f"{chosen.chosen['linear']} kernels do not compute with weights held as {hold!r}")
-    loader.hold = "native" if is_native else choose_hold(hold, needed, free)
+    loader.hold = own or choose_hold(hold, needed, free)
     if loader.hold == "blocks" and hold == "auto":
         assert free is not None
         detail = (

@@ -9,7 +9,7 @@ import torch
 
 from edgellm_kernels.batch import ForwardBatch, KVStorage
 from edgellm_kernels.ops import Kernels
-from edgellm_kernels.weights import BlockQuantWeight, DenseWeight, LinearWeight, NativeWeight
+from edgellm_kernels.weights import BlockQuantWeight, DenseWeight, LinearWeight, NativeWeight, PlaneWeight
 from edgellm_models.errors import Notice
 from edgellm_models.network.layers import GroupState, LayerWeights, attention, feed_forward
 from edgellm_models.network.rope import Rope
@@ -21,7 +21,7 @@ from edgellm_models.network.sub_layers import SkippedSubLayers
 class DecoderWeights:
     """All weights of a model, ready for the kernels."""
 
-    embedding: DenseWeight | BlockQuantWeight | NativeWeight
+    embedding: DenseWeight | BlockQuantWeight | NativeWeight | PlaneWeight
     """[vocab, hidden]"""
     layers: tuple[LayerWeights, ...]
     output_norm: torch.Tensor
@@ -168,8 +168,11 @@ class Decoder:
 
 def _weight_bytes(weights: DecoderWeights) -> int:
     total = weights.embedding.nbytes + weights.output_norm.nbytes
-    shared = isinstance(weights.head, DenseWeight | BlockQuantWeight | NativeWeight) and (
-        weights.head.data.data_ptr() == weights.embedding.data.data_ptr()
+    floats_or_blocks = DenseWeight | BlockQuantWeight | NativeWeight
+    shared = weights.head is weights.embedding or (
+        isinstance(weights.head, floats_or_blocks)
+        and isinstance(weights.embedding, floats_or_blocks)
+        and weights.head.data.data_ptr() == weights.embedding.data.data_ptr()
     )
     total += 0 if shared else weights.head.nbytes
     for layer in weights.layers:
