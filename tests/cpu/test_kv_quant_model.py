@@ -59,7 +59,7 @@ def kl(name: str, kv_type: str | tuple[str, str], tails: bool = True) -> float:
 @pytest.mark.real_model
 @pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m"])
 def test_int8_and_int4_stay_close_to_exact_kv(name: str) -> None:
-    """The promised bounds over 400 tokens (acceptance takes 4,096); NaN bytes lie wherever nothing was stored."""
+    """The promised bounds over 400 tokens (acceptance takes 4,096); NaN bytes elsewhere."""
     assert 1e-7 < kl(name, "int8") <= 0.002
     assert 1e-5 < kl(name, "int4") <= 0.05
 

@@ -95,7 +95,7 @@ class MappedFile:
             raise file_error(path, wrapped) from error
 
     def release(self) -> None:
-        """Gives back the memory of pages that were read, where the system can; they are read again on demand."""
+        """Gives back the memory of pages that were read, where the system can; they can be read again."""
         if sys.platform == "linux":
             self.buffer.madvise(mmap.MADV_DONTNEED)  # nothing wrote to the private pages, so nothing is lost
 
