@@ -28,7 +28,7 @@ def test_a_quantized_model(tmp_path: Path, device: torch.device, monkeypatch: py
     monkeypatch.setattr(registry, "IMPLEMENTATIONS", everywhere)
     if device.type == "cpu":  # fewer and larger programs to interpret
         large = {"rows": 128, "tokens": 16, "blocks": 4, "warps": 4, "stages": 2}
-        sizes = dict.fromkeys(("gemv", "dot16", "decode"), large)
+        sizes = dict.fromkeys(("gemv", "dot16", "dot16_f32", "decode"), large)
         monkeypatch.setattr(linear_triton, "configurations", lambda gpu: sizes)
         monkeypatch.setattr(planes_triton, "configurations", lambda gpu: sizes)
     folder = make_tiny("gemma3", tmp_path / "model", quantizable=True, num_hidden_layers=2)

@@ -85,7 +85,7 @@ def test_odd_shapes(rows: int, device: torch.device, monkeypatch: pytest.MonkeyP
     """A long K that no step divides (and that small products split), and many rows of a short one."""
     check(blocks("Q4_0", 23, 3968), rows, device, torch.bfloat16, twice=rows == 5)
     large = {"tokens": 16, "blocks": 4, "warps": 4, "stages": 2, "rows": 128}  # fewer programs to interpret
-    sizes = {"gemv": large, "dot16": large}
+    sizes = {"gemv": large, "dot16": large, "dot16_f32": large}
     monkeypatch.setattr(linear_triton, "configurations", lambda gpu: sizes)
     if rows in (1, 5):
         check(blocks("Q4_1", 2032, 96), rows, device, torch.float32)

@@ -93,7 +93,7 @@ def gemv_case(form: str, activation: int = 0) -> Case:
         "BLOCKS": sizes["blocks"], "EVEN": True, "num_warps": sizes["warps"], "num_stages": 1,
     }  # fmt: skip
     per_thread = sizes["rows"] * sizes["blocks"] / sizes["warps"]
-    ceiling = CEILINGS["gemv"].get(form, 0.0)
+    ceiling = CEILINGS["gemv"].get(form, 0.0) * (1.05 if activation else 1.0)
     name = f"gemv {form}" + (" gate" if activation else "")
     return Case(name, gemv_kernel, arguments, per_thread, ceiling, is_gemv=True)
 
@@ -103,7 +103,7 @@ def dot_case(form: str, kernel: str, half: bool = True) -> Case:
     from edgellm_kernels.planes_triton import plane_arguments
 
     planes, constants = plane_arguments(weight(form))
-    sizes = configurations()[kernel]
+    sizes = configurations()["dot16_f32" if kernel == "dot16" and not half else kernel]
     x = torch.empty(4096, dtype=torch.float16 if half else torch.float32)
     f = torch.empty(4096)
     arguments = {
