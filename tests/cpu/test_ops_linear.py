@@ -22,7 +22,7 @@ from edgellm_kernels.weights import (
     prepare,
 )
 
-KERNELS = load_kernels("cpu")
+KERNELS = load_kernels("cpu", preferred="torch")
 K = 64
 
 
@@ -184,16 +184,16 @@ def test_head_shape() -> None:
 def test_registry() -> None:
     """Everything has a torch implementation; a wish that cannot be met is an error, never another backend."""
     for op in OPS:
-        assert [i.backend for i in available(op, "cpu")] == ["torch"]
+        assert [i.backend for i in available(op, "cpu") if i.backend != "native"] == ["torch"]
         assert choose(op, "cpu", preferred="torch").backend == "torch"
         assert callable(choose(op, "cpu").load())
     assert set(load_kernels("cpu", preferred="torch").chosen.values()) == {"torch"}
-    with pytest.raises(KernelUnavailableError, match=r"no triton kernels for embed on cpu.*available: torch"):
+    with pytest.raises(KernelUnavailableError, match=r"no triton kernels for embed on cpu.*available: .*torch"):
         load_kernels("cpu", preferred="triton")
     with pytest.raises(KernelUnavailableError, match="magic"):
         load_kernels("cpu", preferred="magic")
     with pytest.raises(KernelUnavailableError, match="float16"):
         load_kernels("cpu", torch.float16)
-    table = explain("cpu")
-    assert set(table) == set(OPS) and set(table.values()) == {"torch"}
-    assert "no native kernels" in explain("cpu", preferred="native")["linear"]
+    table = explain("cpu", preferred="torch")
+    assert set(table) == set(OPS) and all(text.startswith("torch") for text in table.values())
+    assert "no triton kernels" in explain("cpu", preferred="triton")["linear"]

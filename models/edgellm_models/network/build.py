@@ -354,8 +354,8 @@ class _Loader:
     def form_notice(self, weight_bytes: int) -> Notice:
         """In which form the weights are held and computed with: a line for the log."""
         compute = {torch.float32: "f32", torch.bfloat16: "bf16"}[self.kernels.dtype]
-        if self.kernels.activations == "int16":
-            compute = "16-bit integers"
+        if self.kernels.activations == "int16" and not self.file_types <= {"F32", "F16", "BF16"}:
+            compute = "16-bit integers"  # dense matrices are multiplied in f32 all the same
         held = f"held as {compute}" if self.hold == "dense" else "held as in the file"
         detail = (
             f"weights of type {', '.join(sorted(self.file_types))} are {held} ({weight_bytes / 1e6:.0f} MB, "
