@@ -262,6 +262,8 @@ def test_gemma_caps_with_huge_scores(tmp_path: Path, arch: str, monkeypatch: pyt
     expected = transformers_logits(made.oracle, ids)
     assert torch.isfinite(expected).all()
     assert relative_error(run_whole(made.decoder, ids), expected) < 1e-3
+    by_torch = build_decoder(open_checkpoint(folder), kernels="torch")
+    assert relative_error(run_whole(by_torch, ids), expected) < 1e-3
     assert max(largest) > 500
 
 

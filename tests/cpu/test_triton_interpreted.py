@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton", reason="no Triton for this platform")
+from tests.support.oracles import require_oracle
+
+require_oracle("triton")
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -1,5 +1,6 @@
 """A whole decoder on the Triton kernels gives the logits of the torch ones: dense and quantized weights."""
 
+# ruff: noqa: E402 (what is imported below needs the oracle)
 from __future__ import annotations
 
 from dataclasses import replace
@@ -9,8 +10,9 @@ import pytest
 import torch
 
 from edgellm_kernels import linear_triton, planes_triton, registry
+from tests.support.oracles import require_oracle
 
-pytest.importorskip("gguf", reason="the tiny model is a GGUF file")
+require_oracle("gguf")
 
 from edgellm_models.checkpoint import open_checkpoint
 from edgellm_models.network.build import build_decoder

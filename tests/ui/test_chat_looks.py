@@ -13,9 +13,11 @@ from edgellm_models.errors import Notice, ResourceError
 from edgellm_tui.app import EdgeChat
 from edgellm_tui.settings import ChatSettings
 from edgellm_tui.themes import DARK, LIGHT
+from edgellm_tui.widgets.stats_panel import Snapshot, StatsPanel
 from edgellm_tui.widgets.transcript import ErrorLine
 from tests.support.fake_backend import FakeBackend, Script
 from tests.ui.screen_support import chat_screen, prompt, replies, send, shown, status, until
+from tests.ui.test_chat_live import SNAPSHOT
 
 SIZES = {"80x24": (80, 24), "120x40": (120, 40), "40x12": (40, 12)}
 ANSWER = """Paris is the **capital** of France, on the *Seine*.
@@ -47,12 +49,22 @@ def app_for(*scripts: Script, theme: str = DARK.name) -> EdgeChat:
     return EdgeChat(FakeBackend(*scripts), settings=ChatSettings(theme=theme))
 
 
+def freeze_panel(app: EdgeChat, shown: Snapshot | None = None) -> None:
+    """The live panel with fixed figures: what is polled from now on does not reach it."""
+    panel = chat_screen(app).query_one(StatsPanel)
+    panel.history.samples.clear()
+    panel.history.samples.extend((12.0, 30.0, 41.0, 38.0, 42.0, 40.0))
+    type(panel).show(panel, shown or SNAPSHOT, sample=False)
+    panel.show = lambda *args, **kwargs: None  # type: ignore[method-assign]
+
+
 def still(app: EdgeChat) -> None:
     """Takes the clock out of the picture."""
     prompt(app).cursor_blink = False
     # A line that was drawn while the cursor was off would be taken from there.
     prompt(app)._line_cache.clear()
     prompt(app).refresh()
+    freeze_panel(app)
     line = status(app)
     if line.busy:
         chat_screen(app)._refresh_progress = lambda stats=None: None  # type: ignore[method-assign]

@@ -21,7 +21,7 @@ from tests.support.fake_backend import FakeBackend, Script
 from tests.ui.screen_support import chat_screen, send, shown, status, until
 from tests.ui.test_chat_commands import Library
 from tests.ui.test_chat_live import SNAPSHOT
-from tests.ui.test_chat_looks import PIECES, SIZES, settled, still
+from tests.ui.test_chat_looks import PIECES, SIZES, freeze_panel, settled, still
 
 STATS = EngineStats(
     time=1.0,
@@ -91,11 +91,7 @@ async def panel(pilot: Pilot) -> None:
     if not view.display:
         await pilot.press("f2")
     still(app)
-    chat_screen(app)._poll = lambda: None  # type: ignore[method-assign]
-    await pilot.pause(0.3)
-    for rate in (12.0, 30.0, 41.0, 38.0, 42.0, 40.0):
-        view.history.add(rate)
-    view.show(replace(SNAPSHOT, interval_p50_s=0.023, interval_p95_s=0.041), sample=False)
+    freeze_panel(app, replace(SNAPSHOT, interval_p50_s=0.023, interval_p95_s=0.041))
     status(app).phase = "ready"
     await settled(pilot)
 
