@@ -45,6 +45,7 @@ def isolated_home(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
-    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES"):
+    # Programs that tests start buffer their output as they do for users.
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "PYTHONUNBUFFERED"):
         monkeypatch.delenv(name, raising=False)
     yield home

@@ -64,6 +64,7 @@ def report(error: BaseException) -> int:
         return error.exit_code
     if isinstance(error, OSError) and error.errno in _UNWRITABLE and error.filename is None:
         _say(f"cannot write the output: {_UNWRITABLE[error.errno]}")
+        silence(sys.stdout)  # what it still buffers would fail again at the end, and say so once more
         return OutputError.exit_code
     kind = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     log_error(1, f"unexpected {kind}")
