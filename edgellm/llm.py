@@ -225,9 +225,9 @@ class LLM:
             messages = [_message(cast(ChatMessage, message)) for message in text]
             with self._lock:
                 encoder, remembered = self._chat_encoder(), self._remembered
-            from edgellm.chat.request import template_message
+            from edgellm.chat.messages import message_object
 
-            ids = encoder.encode([template_message(m) for m in messages], remembered=remembered).token_ids
+            ids = encoder.encode([message_object(m) for m in messages], remembered=remembered).token_ids
         answers = [(answer.text, answer.token_ids) for answer in self._remembered]
         return self._runtime.engine.save_kv(Path(path), ids, answers=answers)
 

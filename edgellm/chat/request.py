@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from edgellm.chat.messages import message_object
 from edgellm.chat.trim import trim
 from edgellm.contracts import ChatMessage, GenerationRequest, SamplingParams
 from edgellm_models.errors import BadInputError, Notice
@@ -29,23 +30,6 @@ class ContextExceededError(BadInputError):
         super().__init__(message)
         self.prompt_tokens = prompt_tokens
         self.context_length = context_length
-
-
-def template_message(message: ChatMessage) -> dict[str, Any]:
-    """A message as chat templates know it: OpenAI's form, with absent fields absent."""
-    content: Any = message.content
-    if content is not None and not isinstance(content, str):
-        content = [{"type": part.type, "text": part.text} for part in content]
-    found: dict[str, Any] = {"role": message.role, "content": content}
-    if message.reasoning is not None:
-        found["reasoning_content"] = message.reasoning
-    if message.tool_calls:
-        found["tool_calls"] = [dict(call) for call in message.tool_calls]
-    if message.tool_call_id is not None:
-        found["tool_call_id"] = message.tool_call_id
-    if message.name is not None:
-        found["name"] = message.name
-    return found
 
 
 def chat_encoder(
@@ -108,7 +92,7 @@ def build_request(
 
     def encode(some: Sequence[ChatMessage]) -> EncodedChat:
         return encoder.encode(
-            [template_message(message) for message in some],
+            [message_object(message) for message in some],
             tools or None,
             remembered=remembered,
             **dict(template_variables or {}),
@@ -153,6 +137,4 @@ def check_context(chat: EncodedChat, context_length: int) -> None:
 
 def count_tokens(encoder: ChatEncoder, messages: Sequence[ChatMessage]) -> int:
     """Tokens of the prompt that these messages make, the generation prompt included."""
-    return (
-        len(encoder.encode([template_message(message) for message in messages]).token_ids) if messages else 0
-    )
+    return len(encoder.encode([message_object(message) for message in messages]).token_ids) if messages else 0

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from edgellm.chat.messages import message_object
 from edgellm.client import wire
 from edgellm.contracts import (
     ChatEvent,
@@ -158,7 +159,7 @@ class HttpClient:
         """Tokens of the prompt that these messages make; 0 where the server cannot say."""
         if not self.is_ours or not messages:
             return 0
-        body = {"messages": [wire.message_json(message) for message in messages]}
+        body = {"messages": [message_object(message) for message in messages]}
         answer = await self._post("apply-template", body)
         return int(answer.get("tokens", 0))
 

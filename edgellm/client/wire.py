@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from edgellm.chat.messages import message_object
 from edgellm.contracts import (
     ChatEvent,
     ChatMessage,
@@ -38,23 +39,6 @@ _STANDARD = {
 _OURS = ("top_k", "min_p", "typical_p", "repetition_penalty", "ignore_eos")
 
 
-def message_json(message: ChatMessage) -> dict[str, Any]:
-    """A message in OpenAI's form, absent fields absent."""
-    content: Any = message.content
-    if content is not None and not isinstance(content, str):
-        content = [{"type": part.type, "text": part.text} for part in content]
-    found: dict[str, Any] = {"role": message.role, "content": content}
-    if message.reasoning is not None:
-        found["reasoning_content"] = message.reasoning
-    if message.tool_calls:
-        found["tool_calls"] = [dict(call) for call in message.tool_calls]
-    if message.tool_call_id is not None:
-        found["tool_call_id"] = message.tool_call_id
-    if message.name is not None:
-        found["name"] = message.name
-    return found
-
-
 def chat_body(
     model: str,
     conversation_id: str,
@@ -69,7 +53,7 @@ def chat_body(
     BadInputError for a grammar that it could not keep to."""
     body: dict[str, Any] = {
         "model": model,
-        "messages": [message_json(message) for message in messages],
+        "messages": [message_object(message) for message in messages],
         "stream": True,
         "stream_options": {"include_usage": True},
     }

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from edgellm.chat.request import template_message
+from edgellm.chat.messages import message_object
 from edgellm.contracts import EngineStats
 from edgellm.server.api_errors import ApiError, api_error, bad_field, loading, to_json
 from edgellm.server.completion_answers import encode_prompt
@@ -163,7 +163,7 @@ def _tokenize(model: ServedModel, fields: Fields) -> Mapping[str, Any]:
 def _render(model: ServedModel, wanted: Any) -> tuple[str, tuple[int, ...]]:
     try:
         chat = model.encoder().encode(
-            [template_message(message) for message in wanted.messages],
+            [message_object(message) for message in wanted.messages],
             list(wanted.tools) or None,
             add_generation_prompt=wanted.add_generation_prompt,
         )

@@ -24,9 +24,9 @@ from edgellm.speculative.controller import Controller
 from edgellm.speculative.drafter import Drafter
 from edgellm.speculative.ngram import NgramDrafter
 from edgellm.speculative.speculator import Speculator
-from edgellm_kernels.native_library import load_library
 from tests.support.drafters import OracleDrafter, RandomDrafter
 from tests.support.engines import LoadedEngine, Result, load_engine, run_all
+from tests.support.native_cases import needs_native
 from tests.support.real_models import real_model
 from tests.support.tiny_models import make_tiny
 
@@ -149,10 +149,9 @@ def test_tokens_are_those_of_plain_decoding_on_torch(arch: str, folders: dict[st
     check_all_drafters(folders[arch], "torch", "f32")
 
 
+@needs_native
 @pytest.mark.parametrize("kv", ["f32", "int8"])
 def test_tokens_are_those_of_plain_decoding_on_native_kernels(kv: str, folders: dict[str, Path]) -> None:
-    if load_library() is None:
-        pytest.skip("no native kernels")
     check_all_drafters(folders["gemma3"], "native", kv)
 
 
@@ -324,6 +323,7 @@ def test_the_setting_reaches_the_engine(spec: str, folders: dict[str, Path]) -> 
     assert draft.accepted > 10 and draft.steps < draft.accepted
 
 
+@needs_native  # others round, and rounding decides close calls
 @pytest.mark.real_model
 def test_a_real_model_says_the_same_with_and_without_drafts() -> None:
     def run(speculator: Speculator | None) -> list[Result]:
@@ -342,8 +342,6 @@ def test_a_real_model_says_the_same_with_and_without_drafts() -> None:
         warm = SamplingParams(temperature=0.7, seed=1, max_new_tokens=24)
         return run_all(loaded.engine, [one, replace(one, request_id="b", sampling=warm)])
 
-    if load_library() is None:
-        pytest.skip("no native kernels: rounding decides close calls")
     expected = run(None)
     for speculator in (Speculator(NgramDrafter()), Speculator(NgramDrafter(), Controller())):
         results = run(speculator)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from edgellm.chat.events import ChatEventMaker
+from edgellm.chat.messages import message_object
 from edgellm.chat.remembered import MAX_ANSWERS, remember
-from edgellm.chat.request import build_request, chat_encoder, count_tokens, template_message
+from edgellm.chat.request import build_request, chat_encoder, count_tokens
 from edgellm.contracts import (
     ChatMessage,
     ContentPart,
@@ -106,12 +107,12 @@ def test_a_base_model_is_refused_or_gets_a_printed_fallback() -> None:
 def test_messages_in_openai_form() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     message = ChatMessage("assistant", None, reasoning="why", tool_calls=(call,), name="n")
-    assert template_message(message) == {
+    assert message_object(message) == {
         "role": "assistant", "content": None, "reasoning_content": "why", "tool_calls": [call], "name": "n",
     }  # fmt: skip
     parts = ChatMessage("user", (ContentPart("text", "a"), ContentPart("image_url")))
-    assert template_message(parts)["content"][1]["type"] == "image_url"
-    assert template_message(ChatMessage("tool", "r", tool_call_id="1")) == {
+    assert message_object(parts)["content"][1]["type"] == "image_url"
+    assert message_object(ChatMessage("tool", "r", tool_call_id="1")) == {
         "role": "tool",
         "content": "r",
         "tool_call_id": "1",
