@@ -14,6 +14,7 @@ import pytest
 
 from edgellm.cli.chat import can_show_screen, split_words
 from edgellm_models.errors import NotFoundError, UsageError
+from tests.support.child_output import read_exactly, start_child
 from tests.support.real_models import real_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -245,18 +246,12 @@ def test_raw_bytes_go_into_a_pipe() -> None:
 
 
 def test_interrupt_keeps_the_partial_text_and_is_130() -> None:
-    process = subprocess.Popen(
+    process = start_child(
         [sys.executable, "-m", "tests.support.fake_chat", "chat", "Hi"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
         cwd=ROOT,
         env=environment(FAKE_SCRIPTS='[{"pieces": ["one ", "two "], "hold_after": 2}]'),
     )
-    assert process.stdout is not None
-    text = b""
-    while text != b"one two ":
-        text += process.stdout.read(1)
+    assert read_exactly(process, 8) == b"one two "
     process.send_signal(signal.SIGINT)
     rest, errors = process.communicate(timeout=30)
     assert rest == b"\n"
@@ -265,16 +260,13 @@ def test_interrupt_keeps_the_partial_text_and_is_130() -> None:
 
 
 def test_a_closed_pipe_is_no_fault() -> None:
-    process = subprocess.Popen(
+    process = start_child(
         [sys.executable, "-m", "tests.support.fake_chat", "chat", "Hi"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
         cwd=ROOT,
         env=environment(FAKE_SCRIPTS=json.dumps([{"pieces": ["x" * 4096], "repeat": 200}])),
     )
     assert process.stdout is not None and process.stderr is not None
-    process.stdout.read(1)
+    read_exactly(process, 1)
     process.stdout.close()
     errors = process.stderr.read()
     process.wait(timeout=30)

@@ -29,6 +29,7 @@ from edgellm.locations import Locations
 from edgellm.server.server_files import new_record, write_record
 from edgellm_models.errors import NotFoundError
 from tests.support.bigram import make_bigram
+from tests.support.child_output import read_exactly, start_child
 from tests.support.openai_stub import openai_stub
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,11 +37,8 @@ SOURCES = os.pathsep.join(str(ROOT / part) for part in (".", "kernels", "models"
 
 
 def start(*arguments: str, **extra: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
+    return start_child(
         [sys.executable, "-m", "tests.support.fake_chat", "chat", *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": SOURCES, "PYTHONUTF8": "1", **extra},
     )
@@ -97,8 +95,7 @@ def test_no_save_leaves_no_trace_and_goes_on_without_changing(tmp_path: Path) ->
 def test_ctrl_c_keeps_the_partial_answer_and_is_130() -> None:
     """H09: stopping an answer loses nothing of it."""
     process = start("Hi", FAKE_SCRIPTS='[{"pieces": ["one ", "two "], "hold_after": 2}]')
-    assert process.stdout is not None
-    assert process.stdout.read(8) == b"one two "
+    assert read_exactly(process, 8) == b"one two "
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=30)
     assert process.returncode == 130
@@ -112,8 +109,7 @@ def test_a_killed_chat_keeps_its_partial_answer_and_goes_on(
     tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     process = start("Hi", FAKE_SCRIPTS='[{"pieces": ["one ", "two "], "hold_after": 2}]')
-    assert process.stdout is not None
-    assert process.stdout.read(8) == b"one two "
+    assert read_exactly(process, 8) == b"one two "
     time.sleep(1.0)
     process.send_signal(number)
     process.communicate(timeout=30)

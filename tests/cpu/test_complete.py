@@ -18,6 +18,7 @@ from edgellm.cli.complete import names_a_model, parse_biases, split_words
 from edgellm.cli.main import run
 from edgellm_models.errors import UsageError
 from tests.support.bigram import bigram_gguf, make_bigram
+from tests.support.child_output import read_exactly, start_child
 
 ROOT = Path(__file__).resolve().parents[2]
 CHAIN = ["one", " two", " th", "ree", "."]
@@ -327,18 +328,11 @@ def test_an_engine_fault_is_exit_70_with_the_text_so_far(
 # --- as a process ---
 
 
-def wait_for_output(process: subprocess.Popen[bytes], count: int) -> bytes:
-    assert process.stdout is not None
-    return process.stdout.read(count)
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_ctrl_c_keeps_the_text_and_exits_130(endless: Path, tmp_path: Path) -> None:
     arguments = command_line("-q", endless, "x", "--max-tokens", "90000")
-    with subprocess.Popen(
-        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(tmp_path), cwd=tmp_path
-    ) as process:
-        start = wait_for_output(process, 10)
+    with start_child(arguments, env=environment(tmp_path), cwd=tmp_path) as process:
+        start = read_exactly(process, 10)
         process.send_signal(signal.SIGINT)
         rest, errors = process.communicate(timeout=60)
         assert process.returncode == 130 and errors == b""
@@ -375,10 +369,8 @@ def test_ctrl_c_in_json_mode_prints_what_there_is(endless: Path, tmp_path: Path)
 @pytest.mark.skipif(sys.platform == "win32", reason="pipes")
 def test_a_reader_that_goes_away_is_quiet(endless: Path, tmp_path: Path) -> None:
     arguments = command_line("-q", endless, "x", "--max-tokens", "90000")
-    with subprocess.Popen(
-        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(tmp_path), cwd=tmp_path
-    ) as process:
-        wait_for_output(process, 5)
+    with start_child(arguments, env=environment(tmp_path), cwd=tmp_path) as process:
+        read_exactly(process, 5)
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         assert process.wait(60) == 141 and process.stderr.read() == b""
