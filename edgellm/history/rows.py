@@ -1,4 +1,4 @@
-"""Rows of the history's tables to the dataclasses of contracts.py and back; bad values become defaults."""
+"""Rows of the history's tables to the dataclasses of contracts and back; bad values become defaults."""
 
 from __future__ import annotations
 
