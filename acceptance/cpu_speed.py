@@ -96,10 +96,10 @@ def model_file(model: str, file_type: str, folder: Path) -> Path:
 
 
 class Ours:
-    """The engine with its native kernels and default activations."""
+    """The engine with its native kernels and default activations, without speculation, as its peer."""
 
     def __init__(self, path: Path, context: int, threads: int) -> None:
-        chosen = {"kernels": "native", "device": "cpu", "ctx": context, "threads": threads}
+        chosen = {"kernels": "native", "device": "cpu", "ctx": context, "threads": threads, "spec": "off"}
         resolved = EngineConfig(**chosen).resolve(environ={})  # type: ignore[arg-type]
         self.runtime: Runtime = load_runtime(resolved, path, path.stem)
         self._turn = 0

@@ -15,8 +15,8 @@ from tests.support.real_models import real_model
 
 
 def load(model: str, **settings: object) -> Runtime:
-    """A real model on the torch kernels, f32 KV unless told otherwise."""
-    chosen = {"kernels": "torch", "kv_dtype": "f32", "device": "cpu"} | settings
+    """A real model on the torch kernels, f32 KV, no speculation unless told otherwise: a step is a token."""
+    chosen = {"kernels": "torch", "kv_dtype": "f32", "device": "cpu", "spec": "off"} | settings
     resolved = EngineConfig(**chosen).resolve(environ={})  # type: ignore[arg-type]
     return load_runtime(resolved, real_model(model), model)
 
