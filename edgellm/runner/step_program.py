@@ -8,8 +8,16 @@ from dataclasses import dataclass
 import torch
 
 from edgellm_kernels.batch import ForwardBatch, KVStorage
-from edgellm_kernels.ops import NativeStep, StepSpec, can_compile_step, native_serves
+from edgellm_kernels.ops import (
+    SKIPS_ATTENTION,
+    SKIPS_FEED_FORWARD,
+    NativeStep,
+    StepSpec,
+    can_compile_step,
+    native_serves,
+)
 from edgellm_models.network.decoder import Decoder, LastRows
+from edgellm_models.network.sub_layers import SkippedSubLayers
 
 _MAX_READY_ROWS = 32
 """Rows whose logits are made in the same call as the layers."""
@@ -67,10 +75,14 @@ class StepProgram:
             weights.embedding,
         )
         self._empty = torch.empty(0)
+        self._left_out: dict[SkippedSubLayers, bytes] = {}
         self._turns_by_length = any(rope.spec.switch_length is not None for rope in decoder.ropes)
 
-    def run(self, batch: ForwardBatch, kv: Sequence[KVStorage]) -> LastRows:
+    def run(
+        self, batch: ForwardBatch, kv: Sequence[KVStorage], skipped: SkippedSubLayers | None = None
+    ) -> LastRows:
         """See Decoder.run."""
+        left_out = self._bits(skipped) if skipped is not None and len(skipped) else None
         decoder = self.decoder
         embedded = None
         if not self.native.embeds:
@@ -79,7 +91,7 @@ class StepProgram:
             )
         with_logits = batch.logit_rows.shape[0] <= _MAX_READY_ROWS
         angles = self._own_angles(batch) if self._turns_by_length else ()
-        out = self.native.run(batch, kv, embedded, angles, with_logits=with_logits)
+        out = self.native.run(batch, kv, embedded, angles, with_logits=with_logits, skipped=left_out)
         if not with_logits:
             return LastRows(*out)
         logits, cap = out[0], decoder.spec.final_softcap
@@ -94,6 +106,18 @@ class StepProgram:
     def forward(self, batch: ForwardBatch, kv: Sequence[KVStorage]) -> torch.Tensor:
         """See Decoder.forward."""
         return self.logits(self.run(batch, kv))
+
+    def _bits(self, skipped: SkippedSubLayers) -> bytes:
+        """By layer what is left out, as the program reads it."""
+        known = self._left_out.get(skipped)
+        if known is None:
+            layers = range(self.decoder.spec.num_layers)
+            skipped.check(len(layers))
+            known = self._left_out[skipped] = bytes(
+                SKIPS_ATTENTION * (i in skipped.attention) | SKIPS_FEED_FORWARD * (i in skipped.feed_forward)
+                for i in layers
+            )
+        return known
 
     def _own_angles(self, batch: ForwardBatch) -> tuple[torch.Tensor | None, ...]:
         """By rope, the frequencies of every token where a sequence is past the rope's switch length."""

@@ -21,11 +21,13 @@ from edgellm_kernels.native_structs import serves as native_serves
 from edgellm_kernels.operands import HeadShape, Prepared
 from edgellm_kernels.registry import OPS, KernelUnavailableError, choose, explain
 from edgellm_kernels.rope_torch import rope_angles
-from edgellm_kernels.step_native import NativeStep, StepSpec
+from edgellm_kernels.step_native import SKIPS_ATTENTION, SKIPS_FEED_FORWARD, NativeStep, StepSpec
 from edgellm_kernels.step_native import can_compile as can_compile_step
 from edgellm_kernels.weights import BlockQuantWeight, DenseWeight, LinearWeight, NativeWeight, PlaneWeight
 
 __all__ = [
+    "SKIPS_ATTENTION",
+    "SKIPS_FEED_FORWARD",
     "HeadShape",
     "KernelUnavailableError",
     "Kernels",

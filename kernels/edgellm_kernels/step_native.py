@@ -31,6 +31,8 @@ from edgellm_kernels.native_threads import pool
 from edgellm_kernels.weights import LinearWeight, NativeWeight, StackedWeight
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+SKIPS_ATTENTION, SKIPS_FEED_FORWARD = 1, 2
+"""Bits of a layer in ``NativeStep.run``'s ``skipped``."""
 
 
 class LayerTensors(Protocol):
@@ -176,11 +178,14 @@ class NativeStep:
         angles: Sequence[torch.Tensor | None] = (),
         *,
         with_logits: bool,
+        skipped: bytes | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Logits [rows, vocab] of the batch's logit rows, or what goes into the head: the last sub-layer's
         output, not yet added, and the residual, [rows, hidden] each. K and V go into ``kv``.
 
         ``angles``: by rope, its frequencies [tokens, pairs] where they differ from token to token.
+        ``skipped``: by layer, SKIPS_ATTENTION and SKIPS_FEED_FORWARD of what is left out; the first and the
+        last layer stay whole.
         """
         tokens, rows = batch.token_ids.shape[0], batch.logit_rows.shape[0]
         tables = (Tables * self.num_groups)()
@@ -196,6 +201,9 @@ class NativeStep:
             logit_rows=batch.logit_rows.data_ptr(),
             num_logit_rows=rows,
         )
+        if skipped is not None:
+            assert len(skipped) == len(self.spec.places)
+            call.skipped = ctypes.cast(ctypes.c_char_p(skipped), ctypes.c_void_p)
         fill_rows(call.rows, batch)
         assert call.rows.tokens == tokens and (self.embeds or embedded is not None)
         if any(own is not None for own in angles):

@@ -12,6 +12,7 @@ from edgellm_kernels.ops import largest
 from edgellm_models.checkpoint import open_checkpoint
 from edgellm_models.network.build import build_decoder
 from edgellm_models.network.decoder import Decoder
+from edgellm_models.network.sub_layers import SkippedSubLayers
 from tests.support.native_cases import needs_native, one_thread, threads
 from tests.support.paged import PagedRun, poisoned_storage, relative_error
 from tests.support.tiny_models import ARCHITECTURES, make_tiny
@@ -62,6 +63,41 @@ def test_the_program_has_the_bits_of_the_single_ops(
     with threads(3):
         again, _ = story(decoder, kv_type, compiled=True)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(again, program, strict=True))
+
+
+class Skipping:
+    """A decoder or program without some sub-layers."""
+
+    def __init__(self, program: Decoder | StepProgram, skipped: SkippedSubLayers) -> None:
+        self._program = program
+        self._skipped = skipped
+
+    def forward(self, batch, kv):  # type: ignore[no-untyped-def]
+        return self._program.logits(self._program.run(batch, kv, self._skipped))
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma3"])
+def test_the_program_leaves_out_what_the_single_ops_leave_out(arch: str, tmp_path: Path) -> None:
+    """The same bits, with norms behind the sub-layers and without; a skipped attention writes nothing."""
+    decoder = decoder_of(make_tiny(arch, tmp_path / arch, num_hidden_layers=6))
+    program = StepProgram(decoder)
+    for skipped in (
+        SkippedSubLayers.of(attention=(1, 2, 4)),
+        SkippedSubLayers.of(feed_forward=(1, 3)),
+        SkippedSubLayers.of(attention=(2, 3), feed_forward=(3, 4)),
+    ):
+        found = []
+        for one in (decoder, program):
+            run = PagedRun(decoder, kv_type="int8")
+            run.decoder = Skipping(one, skipped)  # type: ignore[assignment]
+            logits = torch.cat(run.step([("a", IDS[:40])]) + run.step([("a", IDS[40:41]), ("b", IDS[:3])]))
+            found.append((logits, [part.clone() for pages in run.storages for part in pages.pages()]))
+        (ops, by_ops), (compiled, by_program) = found
+        assert torch.equal(ops, compiled)
+        for mine, other in zip(by_ops, by_program, strict=True):
+            assert torch.equal(mine.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+    with pytest.raises(ValueError, match="layer 5 cannot be skipped"):
+        program.run(None, [], SkippedSubLayers.of(attention=(5,)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

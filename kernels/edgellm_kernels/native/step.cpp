@@ -71,6 +71,7 @@ bool Step::fits(const StepCall& call) const {
     for (int64_t before = 0; before < layer; ++before) first = first && layers_[before].group != layers_[layer].group;
     if (first && !tables_fit(pages, call.groups[layers_[layer].group], rows)) return false;
   }
+  if (call.skipped != nullptr && (call.skipped[0] | call.skipped[model_.num_layers - 1]) != 0) return false;
   for (int64_t i = 0; i < call.num_logit_rows; ++i) {
     if (call.logit_rows[i] < 0 || call.logit_rows[i] >= rows.tokens) return false;
   }
@@ -234,18 +235,25 @@ bool Step::run(Pool& pool, const StepCall& call) {
   const float* post_norm = nullptr;
   for (int64_t index = 0; index < model_.num_layers; ++index) {
     const StepLayer& layer = layers_[index];
-    {
-      Timer timer(seconds_[kNorm]);
-      norm(pool, x, layer.attn_norm, post_norm, residual, b_.normed.data(), tokens, true);
+    const uint8_t skipped = call.skipped == nullptr ? 0 : call.skipped[index];
+    if ((skipped & kSkipsAttention) == 0) {
+      {
+        Timer timer(seconds_[kNorm]);
+        norm(pool, x, layer.attn_norm, post_norm, residual, b_.normed.data(), tokens, true);
+      }
+      attend(pool, call, index);
+      x = b_.x.data();
+      post_norm = layer.post_attention_norm;
     }
-    attend(pool, call, index);
-    x = b_.x.data();
-    {
-      Timer timer(seconds_[kNorm]);
-      norm(pool, x, layer.ffn_norm, layer.post_attention_norm, residual, b_.normed.data(), tokens, true);
+    if ((skipped & kSkipsFeedForward) == 0) {
+      {
+        Timer timer(seconds_[kNorm]);
+        norm(pool, x, layer.ffn_norm, post_norm, residual, b_.normed.data(), tokens, true);
+      }
+      feed_forward(pool, layer, tokens);
+      x = b_.x.data();
+      post_norm = layer.post_ffn_norm;
     }
-    feed_forward(pool, layer, tokens);
-    post_norm = layer.post_ffn_norm;
   }
   Timer timer(seconds_[kHead]);
   float* const last_x = call.logits == nullptr ? call.last_x : b_.head_x.data();

@@ -49,6 +49,8 @@ struct StepModel {
   float eps, query_scale, softcap, embedding_scale;
 };
 
+constexpr uint8_t kSkipsAttention = 1, kSkipsFeedForward = 2;
+
 struct StepCall {
   const int64_t* token_ids;    // [tokens]; read where the model has an embedding
   const float* embedded;       // [tokens, hidden]; read where it has none
@@ -56,6 +58,7 @@ struct StepCall {
   const GroupTables* groups;   // [groups]
   const float* const* angles;  // [ropes]: frequencies [tokens, pairs] in place of the rope's own, or null
   const int64_t* logit_rows;   // [num_logit_rows]
+  const uint8_t* skipped;      // [layers]: bit 0 leaves the attention out, bit 1 the feed-forward; or null
   float* logits;               // [num_logit_rows, vocab]; null: the two below in its place
   float* last_x;               // [num_logit_rows, hidden]: the last sub-layer's output, not yet added
   float* last_residual;        // [num_logit_rows, hidden]
