@@ -29,6 +29,7 @@ from edgellm.engine.kv_exchange import KVExchange
 from edgellm.engine.saved_kv import KVIdentity
 from edgellm.engine.sequence import Sample
 from edgellm.engine.stats import StatsRecorder
+from edgellm.scheduler.mixed_pace import MixedPace
 from edgellm.scheduler.scheduler import Scheduler
 from edgellm.scheduler.sequence import Outcome, Sequence
 from edgellm.scheduler.wording import evicted
@@ -38,10 +39,6 @@ from edgellm_models.tokenizer.base import Tokenizer
 
 PREFILL_CHUNK = 512
 """Prompt tokens per step and request, so that cancelling and progress do not wait for a long prompt."""
-MIXED_CHUNK = 72
-"""Prompt tokens per step beside answers that go on, so that these keep flowing. Processor time of steps of
-SmolLM2 on one core: four answers alone 0.098 s, with 96 prompt rows 0.40 s, so 4.1 times as much; a row costs
-about 3.1 ms, so 72 rows make it 3.3 times, with room for a long prompt's attention."""
 KV_WINDOW = KV_BUDGET = 2048
 """Tokens that the eviction policies keep when nothing is said."""
 MAX_RUNNING = 16
@@ -66,7 +63,7 @@ class Engine:
         make_decoder: Callable[[GenerationRequest], TextDecoder],
         max_running: int = MAX_RUNNING,
         prefill_chunk: int = PREFILL_CHUNK,
-        mixed_chunk: int = MIXED_CHUNK,
+        mixed_chunk: int | None = None,
         token_budget: int | None = None,
         rope_switch_length: int | None = None,
         kv_window: int = KV_WINDOW,
@@ -78,6 +75,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``token_budget``: rows of a step; by default a chunk beside a token of every other sample.
+        ``mixed_chunk``: prompt rows of a step beside answers that go on; None measures what they cost.
 
         ``kv_window`` and ``kv_budget``: tokens kept by requests with such a policy and no number themselves.
         ``kv_identity`` and ``model_name``: what files of saved KV state, see ``exchange``. ``speculator``
@@ -99,12 +97,13 @@ class Engine:
         self._recorder = recorder or StatsRecorder()
         self._clock = clock
         self._speculator = speculator
+        self._pace = MixedPace(prefill_chunk) if mixed_chunk is None else None
         self._scheduler = Scheduler(
             kv,
             max_running=max_running,
             token_budget=token_budget or prefill_chunk + max_running,
             prefill_chunk=prefill_chunk,
-            mixed_chunk=mixed_chunk,
+            mixed_chunk=mixed_chunk if self._pace is None else self._pace.rows,
             clock=clock,
             lookahead=kv.lookahead,
             rope_switch_length=rope_switch_length,
@@ -352,6 +351,10 @@ class Engine:
             decoded += len(event.token_ids)
             events.append(event)
         prefilled = sum(len(planned.token_ids) for planned in plan.sequences if planned.is_prefill)
+        if self._pace is not None:
+            decoding = sum(not planned.is_prefill for planned in plan.sequences)
+            self._pace.observe(decoding, prefilled, now - began)
+            self._scheduler.mixed_chunk = self._pace.rows
         self._recorder.record(start, now, prefilled, decoded)
         return events
 

@@ -98,7 +98,8 @@ class Scheduler:
         self._kv = kv
         self._token_budget = token_budget
         self._prefill_chunk = prefill_chunk
-        self._mixed_chunk = token_budget if mixed_chunk is None else mixed_chunk
+        self.mixed_chunk = token_budget if mixed_chunk is None else mixed_chunk
+        """Prompt tokens of a step beside decodes; may be set anew between two steps."""
         self._clock = clock
         self._depth = depth
         self._age_bound_s = age_bound_s
@@ -205,7 +206,7 @@ class Scheduler:
         self._plan_decodes(step)
         decodes, kept_back = len(step.chosen), 0
         if decodes:
-            kept_back = max(0, step.budget - self._mixed_chunk)
+            kept_back = max(0, step.budget - self.mixed_chunk)
         step.budget -= kept_back
         self._plan_prefills(step, now)
         if len(step.chosen) == decodes:
