@@ -52,8 +52,8 @@ class PlannedSequence:
     draft_token_ids: tuple[int, ...] = ()
     """At most ``draft_limit`` drafted tokens, which run behind ``token_ids`` and are kept as far as they are
     what is drawn before them."""
-    draft_by_layers: bool = False
-    """The runner drafts up to ``draft_limit`` tokens itself, with some sub-layers left out."""
+    draft_by_runner: bool = False
+    """The runner drafts up to ``draft_limit`` tokens itself: without some sub-layers, or by a draft model."""
     total_length: int = 0
     """Tokens of the sequence by now, those that a later step runs included: length-dependent rope scaling
     goes by it, so that every chunk of a sequence turns alike. 0 is what ends with this step."""
@@ -153,6 +153,10 @@ class SequenceResult:
 class StepResult:
     step: int
     results: tuple[SequenceResult, ...]
+    draft_seconds: float = 0.0
+    """Of the step, what the runner's own drafting took."""
+    draft_passes: int = 0
+    """Drafting passes in which these seconds went."""
 
 
 class Runner(Protocol):

@@ -300,15 +300,14 @@ class Engine:
             sequence.draft_limit = 0
             most = min(self._kv.lookahead, sequence.max_new_tokens - sequence.num_answered - 1)
             if most > 0:
-                rooms.append(Room(sample.sequence_id, most, sample.answer.draftable))
+                free = not sample.token_masks  # masks of drafted rows are made before the step
+                rooms.append(Room(sample.sequence_id, most, sample.answer.draftable, free))
         mixed = any(sample.is_prefilling for sample in self._samples.values())
         drafts = self._speculator.propose(rooms, len(decoding), mixed=mixed)
         for sequence_id, draft in drafts.items():
             self._samples[sequence_id].sequence.draft_limit = len(draft)
-        for sequence_id, count in self._speculator.layer_counts.items():
-            sample = self._samples[sequence_id]
-            if not sample.token_masks:  # masks of drafted rows are made before the step
-                sample.sequence.draft_limit = count
+        for sequence_id, count in self._speculator.runner_counts.items():
+            self._samples[sequence_id].sequence.draft_limit = count
         return drafts
 
     def _with_drafts(self, plan: StepPlan, drafts: Mapping[int, tuple[int, ...]]) -> StepPlan:
@@ -323,10 +322,10 @@ class Engine:
             if draft and masks:
                 masks = sample.answer.drafted_masks(draft)
                 draft = draft[: len(masks) - 1]
-            by_layers = planned.sequence_id not in drafts and planned.draft_limit > 0
-            if draft or masks or (by_layers and self._speculator is not None):
+            by_runner = planned.sequence_id not in drafts and planned.draft_limit > 0
+            if draft or masks or (by_runner and self._speculator is not None):
                 sequences[index] = replace(
-                    planned, draft_token_ids=draft, token_masks=masks, draft_by_layers=by_layers
+                    planned, draft_token_ids=draft, token_masks=masks, draft_by_runner=by_runner
                 )
         return replace(plan, sequences=tuple(sequences))
 
@@ -342,7 +341,15 @@ class Engine:
         outcomes = self._scheduler.commit(result)
         if self._speculator is not None:
             brought = {one.sequence_id: one.token_ids for one in result.results}
-            self._speculator.settle(plan.sequences, brought, now - began)
+            drafted = {one.sequence_id: (one.draft_proposed, one.draft_accepted) for one in result.results}
+            self._speculator.settle(
+                plan.sequences,
+                brought,
+                now - began,
+                drafted,
+                pass_seconds=result.draft_seconds,
+                passes=result.draft_passes,
+            )
             for sequence_id, why in self._speculator.disarmed():
                 events.append(self._samples[sequence_id].event(notice=wording.spec_disarmed(why)))
         for outcome in outcomes:

@@ -11,7 +11,7 @@ import torch
 from edgellm.contracts import PlannedSequence, SequenceResult, StepPlan, StepResult, TokenLogprob
 from edgellm.runner.batch_builder import build_batch, num_logit_rows
 from edgellm.runner.kv_state import KVState
-from edgellm.runner.layer_drafts import LayerDrafts
+from edgellm.runner.layer_drafts import Drafted, RunnerDrafter
 from edgellm.runner.sampler import Draw, Sampler
 from edgellm.speculative.acceptance import COUPLED, num_kept
 from edgellm_kernels.batch import ForwardBatch, KVStorage
@@ -57,11 +57,12 @@ class ModelRunner:
         device: str = "cpu",
         host_kv: Sequence[KVStorage] = (),
         spec_rule: str = COUPLED,
-        layer_drafts: LayerDrafts | None = None,
+        drafter: RunnerDrafter | None = None,
     ) -> None:
-        """``spec_rule``: how drafted tokens are accepted (speculative/acceptance.py); ``layer_drafts`` drafts
-        for the sequences that are planned so."""
-        self._layer_drafts = layer_drafts
+        """``spec_rule``: how drafted tokens are accepted (speculative/acceptance.py); ``drafter`` drafts for
+        the sequences that are planned so."""
+        self.drafter = drafter
+        """May be set between two steps."""
         self._decoder = decoder
         self._kv = KVState(kv, host_kv)
         self._block_size = block_size
@@ -113,9 +114,10 @@ class ModelRunner:
         if not plan.sequences:
             return StepResult(plan.step, ())
         with torch.inference_mode():
-            sequences: Sequence[PlannedSequence] = plan.sequences
-            if self._layer_drafts is not None:
-                sequences = self._layer_drafts.add(sequences, self._kv, self._sampler, self._block_size)
+            drafted = Drafted(plan.sequences)
+            if self.drafter is not None:
+                drafted = self.drafter.add(plan, self._kv, self._sampler, self._block_size)
+            sequences = drafted.sequences
             batch = build_batch(sequences, self._block_size, self._device, tail)
             rows = self._decoder.run(batch, self._kv.storages)
             drawn, scores = self._last_logits(sequences, rows)
@@ -124,7 +126,7 @@ class ModelRunner:
                 self._with_block_scores(s, _result(s, draws.get(s.sequence_id, ()), scores))
                 for s in sequences
             ]
-        return StepResult(plan.step, tuple(results))
+        return StepResult(plan.step, tuple(results), drafted.seconds, drafted.passes)
 
     def _last_logits(
         self, sequences: Sequence[PlannedSequence], rows: LastRows

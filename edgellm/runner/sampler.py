@@ -211,6 +211,21 @@ class Sampler:
                 found.append(self._draw(logits[row], state, position, None, None))
         return found
 
+    def confidences(
+        self, logits: torch.Tensor, sequence_ids: Sequence[int], token_ids: Sequence[int | None]
+    ) -> list[float]:
+        """The probability that a drafting model gives each token that ``guess`` found, at its sequence's
+        temperature (1 where that is 0); 0 where it found none."""
+        found = []
+        for row, (sequence_id, token_id) in enumerate(zip(sequence_ids, token_ids, strict=True)):
+            temperature = self._states[sequence_id].sampling.temperature or 1.0
+            if token_id is None:
+                found.append(0.0)
+                continue
+            scores = logits[row] - logits[row, token_id]
+            found.append(1.0 / max(1.0, float(scores.div_(temperature).exp_().sum())))
+        return found
+
     def score_prompt(
         self, logits: torch.Tensor, sequence_id: int, start_position: int
     ) -> tuple[tuple[TokenLogprob, ...], str | None]:

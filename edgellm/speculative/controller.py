@@ -6,14 +6,16 @@ decoding, time won, and a hundredth of all time that passes, which may be lost.
 
 Lookups need no probing at the price of rows: what was proposed and not run is compared with what plain
 decoding then brings, which tells the acceptance just as well. So a sequence that does not draft runs exactly
-the rows of plain decoding.
+the rows of plain decoding. What the runner drafts itself, by fewer layers or by a draft model, costs passes
+and cannot be watched for nothing: it is tried again after ever longer rests, within the same account.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from edgellm.speculative.estimates import RUNNER, Acceptance
 from edgellm.speculative.step_costs import StepCosts
 
 ARM_GAIN = 1.05
@@ -22,6 +24,8 @@ KEEP_GAIN = 1.01
 """The same for one that drafts already."""
 MAX_BATCH = 16
 """No drafts where more sequences decode: rows are dear then."""
+MAX_RUNNER_BATCH = 4
+"""The runner itself drafts for no more sequences at once."""
 ALLOWANCE = 0.01
 """Share of all time that drafting may lose."""
 FIRST_CREDIT = 1.0
@@ -33,62 +37,10 @@ DISARM_LOSS = 3.0
 """A sequence that has lost so many plain steps since it stood best stops drafting ..."""
 DISARM_ROUNDS = 8
 """... and so does one of whose drafts nothing was kept in so many rounds one after another."""
+RETRY = 0.2
+"""What is remembered of the runner's drafts once a sequence was disarmed: else they never ran again."""
 FIRST_REST, MAX_REST = 32, 1024
 """Tokens for which a sequence that was disarmed does not draft; twice as many each time."""
-
-
-def bucket_of(match: int) -> int:
-    """Matches of about equal worth: 0-2, 3, 4-5, 6-8, 9-15 and 16 or more tokens."""
-    return sum(match >= bound for bound in (3, 4, 6, 9, 16))
-
-
-NUM_BUCKETS = 6
-_PRIOR_FIRST = (0.25, 0.35, 0.45, 0.55, 0.7, 0.8)
-_PRIOR_LATER = (0.6, 0.65, 0.7, 0.75, 0.8, 0.9)
-_PRIOR_WEIGHT = 3.0
-_DECAY = 0.97
-"""Weight of a trial after the next: about the last 33 count."""
-
-
-class _Share:
-    """A share of trials that turn out well, the last ones counting most."""
-
-    def __init__(self) -> None:
-        self.hits = self.trials = 0.0
-
-    def add(self, hit: bool) -> None:
-        self.hits = self.hits * _DECAY + hit
-        self.trials = self.trials * _DECAY + 1.0
-
-    def estimate(self, prior: float, weight: float) -> float:
-        return (self.hits + prior * weight) / (self.trials + weight)
-
-
-class Acceptance:
-    """How often the first drafted token is right, and the next where the one before was, by match length."""
-
-    def __init__(self, prior: Acceptance | None = None) -> None:
-        """``prior``: that of all sequences together."""
-        self._prior = prior
-        self._first = [_Share() for _ in range(NUM_BUCKETS)]
-        self._later = [_Share() for _ in range(NUM_BUCKETS)]
-
-    def estimate(self, bucket: int) -> tuple[float, float]:
-        """(first, later)"""
-        if self._prior is None:
-            first, later = _PRIOR_FIRST[bucket], _PRIOR_LATER[bucket]
-        else:
-            first, later = self._prior.estimate(bucket)
-        return (
-            self._first[bucket].estimate(first, _PRIOR_WEIGHT),
-            self._later[bucket].estimate(later, _PRIOR_WEIGHT),
-        )
-
-    def learn(self, bucket: int, index: int, hit: bool) -> None:
-        """Whether the drafted token at ``index`` was right, all before it having been."""
-        (self._later if index else self._first)[bucket].add(hit)
-        if self._prior is not None:
-            self._prior.learn(bucket, index, hit)
 
 
 @dataclass
@@ -117,11 +69,20 @@ class SequenceControl:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A sequence with a proposal."""
+    """A sequence with a proposal, or one for which the runner may draft (bucket RUNNER)."""
 
     sequence_id: int
     bucket: int
     length: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a sequence runs."""
+
+    bucket: int
+    count: int
+    """Drafted tokens."""
 
 
 class Controller:
@@ -129,6 +90,10 @@ class Controller:
 
     def __init__(self) -> None:
         self.costs = StepCosts()
+        self.pass_costs = StepCosts()
+        """Of the runner's drafting passes, by sequences that draft together."""
+        self._pass_share: float | None = None
+        """Until one was measured, what a drafting pass costs of a plain step."""
         self.credit = FIRST_CREDIT
         self._overall = Acceptance()
         self._controls: dict[int, SequenceControl] = {}
@@ -136,6 +101,13 @@ class Controller:
         """What each sequence's drafted rows of the step in flight cost, in plain tokens."""
         self.disarmed: list[tuple[int, str]] = []
         """Sequences disarmed since somebody looked, and why."""
+
+    def expect_runner_drafts(self, match: float, pass_share: float, verify: Mapping[int, float]) -> None:
+        """What calibration says: how often a token that the runner drafts is right, what a drafting pass
+        costs of a plain step, and by rows what steps take over one of one row."""
+        self._overall.runner_match = match
+        self._pass_share = pass_share
+        self.costs.expect(verify)
 
     def begin(self, sequence_id: int) -> None:
         self._controls[sequence_id] = SequenceControl(Acceptance(self._overall))
@@ -151,8 +123,9 @@ class Controller:
         """Whether drafting may take any time: proposals alone cost some."""
         return self.credit > 0.0 and self.costs.is_known
 
-    def choose(self, num_decoding: int, candidates: Sequence[Candidate]) -> dict[int, int]:
-        """Drafted tokens by sequence id, of those that draft, for a step of so many decoding sequences."""
+    def choose(self, num_decoding: int, candidates: Sequence[Candidate]) -> dict[int, Choice]:
+        """What those run that draft, for a step of so many decoding sequences. A sequence may be a candidate
+        twice, with a proposal and for the runner."""
         self._prices = {}
         if not candidates or not self.costs.is_known:
             return {}
@@ -160,6 +133,8 @@ class Controller:
             self._say(candidates, f"more than {MAX_BATCH} answers run at once")
             return {}
         ready = [c for c in candidates if not self._controls[c.sequence_id].resting]
+        if num_decoding > MAX_RUNNER_BATCH:
+            ready = [c for c in ready if c.bucket != RUNNER]
         chosen = self._best(num_decoding, ready)
         chosen = self._within_credit(num_decoding, chosen)
         for candidate in ready:
@@ -168,13 +143,27 @@ class Controller:
         if not chosen:
             self._say(ready, "drafts would not pay by now")
             return {}
-        price = (self.costs.ratio(num_decoding + sum(chosen.values()), num_decoding) - 1.0) * num_decoding
-        for sequence_id, count in chosen.items():
+        plain, drafted = self.costs.seconds(num_decoding), _rows(chosen)
+        price = (self.costs.ratio(num_decoding + drafted, num_decoding) - 1.0) * num_decoding
+        for sequence_id, choice in chosen.items():
             control = self._controls[sequence_id]
             if not control.armed:
                 control.armed, control.balance, control.best, control.barren = True, 0.0, 0.0, 0
-            self._prices[sequence_id] = price * count / sum(chosen.values())
+            own = self._drafting({sequence_id: choice}) / plain * num_decoding if plain > 0 else 0.0
+            self._prices[sequence_id] = price * choice.count / drafted + own
         return chosen
+
+    def _drafting(self, chosen: Mapping[int, Choice]) -> float:
+        """Seconds of the runner's drafting passes."""
+        counts = [choice.count for choice in chosen.values() if choice.bucket == RUNNER]
+        return max(counts) * self.pass_seconds(len(counts)) if counts else 0.0
+
+    def pass_seconds(self, sequences: int) -> float:
+        """What a drafting pass for so many sequences takes."""
+        if self.pass_costs.is_known:
+            return self.pass_costs.seconds(sequences)
+        share = 1.0 if self._pass_share is None else self._pass_share
+        return share * self.costs.seconds(sequences)
 
     def _say(self, candidates: Sequence[Candidate], why: str) -> None:
         for candidate in candidates:
@@ -182,59 +171,63 @@ class Controller:
             if not control.armed:
                 control.why = why
 
-    def _best(self, num_decoding: int, candidates: Sequence[Candidate]) -> dict[int, int]:
+    def _best(self, num_decoding: int, candidates: Sequence[Candidate]) -> dict[int, Choice]:
         """The lengths of the most tokens per time, sequence by sequence, the likeliest drafts first."""
-        chosen: dict[int, int] = {}
+        chosen: dict[int, Choice] = {}
         rows, tokens = num_decoding, float(num_decoding)
-        estimates = {
-            c.sequence_id: self._controls[c.sequence_id].acceptance.estimate(c.bucket) for c in candidates
-        }
-        for candidate in sorted(candidates, key=lambda c: -estimates[c.sequence_id][0]):
-            first, later = estimates[candidate.sequence_id]
-            best, best_rate, best_gain = 0, tokens / self.costs.seconds(rows), 0.0
-            chance, gain = first, 0.0
-            for count in range(1, candidate.length + 1):
-                gain += chance
-                chance *= later
-                rate = (tokens + gain) / self.costs.seconds(rows + count)
-                if rate > best_rate:
-                    best, best_rate, best_gain = count, rate, gain
-            if best:
-                chosen[candidate.sequence_id] = best
-                rows, tokens = rows + best, tokens + best_gain
+        by_sequence: dict[int, list[tuple[float, float, Candidate]]] = {}
+        for one in candidates:
+            first, later = self._controls[one.sequence_id].acceptance.estimate(one.bucket)
+            by_sequence.setdefault(one.sequence_id, []).append((first, later, one))
+        for sequence_id in sorted(by_sequence, key=lambda i: -max(first for first, _, _ in by_sequence[i])):
+            now = self._drafting(chosen)
+            best_choice, best_gain = None, 0.0
+            best_rate = tokens / (self.costs.seconds(rows) + now)
+            for first, later, candidate in by_sequence[sequence_id]:
+                chance, gain = first, 0.0
+                for count in range(1, candidate.length + 1):
+                    gain += chance
+                    chance *= later
+                    choice = Choice(candidate.bucket, count)
+                    drafting = now
+                    if candidate.bucket == RUNNER:
+                        drafting = self._drafting({**chosen, sequence_id: choice})
+                    rate = (tokens + gain) / (self.costs.seconds(rows + count) + drafting)
+                    if rate > best_rate:
+                        best_choice, best_rate, best_gain = choice, rate, gain
+            if best_choice is not None:
+                chosen[sequence_id] = best_choice
+                rows, tokens = rows + best_choice.count, tokens + best_gain
         if not chosen:
             return {}
-        gain = tokens / num_decoding / self.costs.ratio(rows, num_decoding)
+        plain = self.costs.seconds(num_decoding)
+        gain = tokens / num_decoding / (self.costs.ratio(rows, num_decoding) + self._drafting(chosen) / plain)
         armed = all(self._controls[sequence_id].armed for sequence_id in chosen)
         return chosen if gain >= (KEEP_GAIN if armed else ARM_GAIN) else {}
 
-    def _within_credit(self, num_decoding: int, chosen: dict[int, int]) -> dict[int, int]:
+    def _within_credit(self, num_decoding: int, chosen: dict[int, Choice]) -> dict[int, Choice]:
         """Shorter drafts where the loss, should nothing be kept, would overdraw the account: so the first of
         all are short, until it is known what their rows cost."""
         plain = self.costs.seconds(num_decoding)
         while chosen:
-            rows = num_decoding + sum(chosen.values())
-            if self.costs.worst(rows) - plain <= self.credit * plain:
+            lost = self.costs.worst(num_decoding + _rows(chosen)) - plain + self._drafting(chosen)
+            if lost <= self.credit * plain:
                 break
-            longest = max(chosen, key=lambda sequence_id: chosen[sequence_id])
-            chosen[longest] -= 1
-            if not chosen[longest]:
-                del chosen[longest]
+            longest = max(chosen, key=lambda sequence_id: chosen[sequence_id].count)
+            choice = chosen.pop(longest)
+            if choice.count > 1:
+                chosen[longest] = Choice(choice.bucket, choice.count - 1)
         return chosen
 
     # --- what a step brought ---
 
-    def learn(self, sequence_id: int, bucket: int, draft: Sequence[int], tokens: Sequence[int]) -> None:
-        """A draft that ran, and the tokens that its step brought."""
+    def learn(self, sequence_id: int, bucket: int, proposed: int, kept: int) -> None:
+        """A draft of ``proposed`` tokens that ran, and how many of them its step kept."""
         control = self._controls[sequence_id]
-        kept = 0
-        for index, (drafted, token) in enumerate(zip(draft, tokens, strict=False)):
-            control.acceptance.learn(bucket, index, drafted == token)
-            if drafted != token:
-                break
-            kept += 1
+        for index in range(min(kept + 1, proposed)):
+            control.acceptance.learn(bucket, index, index < kept)
         control.shadow = []
-        control.proposed += len(draft)
+        control.proposed += proposed
         control.kept += kept
         control.balance += kept - self._prices.get(sequence_id, 0.0)
         control.best = max(control.best, control.balance)
@@ -244,6 +237,8 @@ class Controller:
         lost = control.best - control.balance
         if lost >= DISARM_LOSS or control.barren >= DISARM_ROUNDS:
             self._disarm(sequence_id, control)
+            if bucket == RUNNER:
+                control.acceptance.fade(RUNNER, RETRY)
 
     def _disarm(self, sequence_id: int, control: SequenceControl) -> None:
         control.armed = False
@@ -288,5 +283,15 @@ class Controller:
         won = tokens / num_decoding - self.costs.ratio(rows, num_decoding)
         self._add(won + (ALLOWANCE * seconds - draft_seconds) / plain if plain > 0 else won)
 
+    def record_passes(self, sequences: int, passes: int, seconds: float) -> None:
+        """What the runner's drafting for so many sequences took."""
+        if passes:
+            self.pass_costs.record(sequences, seconds / passes)
+
     def _add(self, steps: float) -> None:
         self.credit = min(MAX_CREDIT, self.credit + steps)
+
+
+def _rows(chosen: Mapping[int, Choice]) -> int:
+    """Drafted rows of a step."""
+    return sum(choice.count for choice in chosen.values())

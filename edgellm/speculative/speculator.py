@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from edgellm.contracts import DraftCounts, PlannedSequence
-from edgellm.speculative.controller import Candidate, Controller, bucket_of
+from edgellm.speculative.acceptance import num_kept
+from edgellm.speculative.controller import Candidate, Controller
 from edgellm.speculative.drafter import MAX_DRAFT, Draft, Drafter
+from edgellm.speculative.estimates import RUNNER, bucket_of
 from edgellm.speculative.ngram import NgramDrafter
 
 
@@ -21,41 +23,59 @@ class Room:
     """Drafted tokens at most."""
     usable: Callable[[tuple[int, ...]], tuple[int, ...]]
     """The leading tokens of a draft that could be kept: none behind one that ends the answer."""
+    runner_may_draft: bool = True
+    """False where the masks of drafted rows must be made before the step."""
 
 
 class Speculator:
-    """One engine's drafting. Without a controller every proposal runs (``--spec ngram``)."""
+    """One engine's drafting. Without a controller every proposal runs (``--spec ngram``, ``--spec skip``)."""
 
     def __init__(
         self,
-        drafter: Drafter,
+        drafter: Drafter | None,
         controller: Controller | None = None,
         *,
         max_draft: int = MAX_DRAFT,
-        layer_tokens: int = 0,
+        runner_tokens: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``layer_tokens``: tokens that the runner drafts by layers where the drafter knows nothing."""
+        """``drafter`` proposes; where it knows nothing, or nothing that pays as well, the runner drafts up to
+        ``runner_tokens`` itself (by fewer layers, or by a draft model)."""
         self._drafter = drafter
         self._controller = controller
-        self._layer_tokens = layer_tokens
-        self.layer_counts: dict[int, int] = {}
-        """For the next step, tokens that the runner drafts by layers, by sequence id."""
+        self.runner_name = "skip"
+        """What the runner's own drafts are called."""
+        self.runner_tokens = runner_tokens
+        self.runner_why_not = ""
+        """Why the runner drafts nothing, where somebody may wonder."""
+        self.runner_counts: dict[int, int] = {}
+        """For the next step, tokens that the runner drafts itself, by sequence id."""
         self._max_draft = max_draft
         self._clock = clock
         self._open: set[int] = set()
         self._told: set[int] = set()
         self._buckets: dict[int, int] = {}
-        """Of the proposals of the step that is being made."""
+        """Of what drafts in the step that is being made."""
         self._draft_seconds = 0.0
         self.counts = DraftCounts()
         """Of all sequences since the start; steps are those of a sequence with a draft."""
+        self.runner_drafts = DraftCounts()
+        """The part of it that the runner drafted itself."""
+
+    def expect_runner_drafts(
+        self, tokens: int, match: float, pass_share: float, verify: Mapping[int, float]
+    ) -> None:
+        """From now on the runner may draft up to ``tokens`` itself; see Controller.expect_runner_drafts."""
+        self.runner_tokens, self.runner_why_not = min(tokens, self._max_draft), ""
+        if self._controller is not None:
+            self._controller.expect_runner_drafts(match, pass_share, verify)
 
     def begin(
         self, sequence_id: int, prompt: Sequence[int], *, prediction: Sequence[int] = (), salt: str = ""
     ) -> None:
         """Takes up a sequence. Its drafts cost nothing before its first token: lookups begin behind it."""
-        self._drafter.begin(sequence_id, prompt, prediction=prediction, salt=salt)
+        if self._drafter is not None:
+            self._drafter.begin(sequence_id, prompt, prediction=prediction, salt=salt)
         if self._controller is not None:
             self._controller.begin(sequence_id)
         self._open.add(sequence_id)
@@ -65,88 +85,114 @@ class Speculator:
         if sequence_id in self._open:
             self._open.discard(sequence_id)
             self._told.discard(sequence_id)
-            self._drafter.end(sequence_id)
+            if self._drafter is not None:
+                self._drafter.end(sequence_id)
             if self._controller is not None:
                 self._controller.end(sequence_id)
 
     def propose(self, rooms: Sequence[Room], num_decoding: int, *, mixed: bool) -> dict[int, tuple[int, ...]]:
         """The drafts of the next step by sequence id. ``mixed``: prompts run beside, which rows of drafts
         would delay."""
-        self._buckets, self._draft_seconds, self.layer_counts = {}, 0.0, {}
+        self._buckets, self._draft_seconds, self.runner_counts = {}, 0.0, {}
         controller = self._controller
         rooms = [room for room in rooms if room.sequence_id in self._open and room.most > 0]
         if not rooms or (controller is not None and (mixed or not controller.may_propose)):
             return {}
         begin = self._clock()
         drafts: dict[int, Draft] = {}
-        for room in rooms:
-            draft = self._drafter.propose(room.sequence_id, min(room.most, self._max_draft))
-            tokens = () if draft is None else room.usable(draft.token_ids)
-            if draft is not None and tokens:
-                drafts[room.sequence_id] = Draft(tokens, draft.match)
-                self._buckets[room.sequence_id] = bucket_of(draft.match)
-            elif self._layer_tokens:
-                self.layer_counts[room.sequence_id] = min(room.most, self._max_draft, self._layer_tokens)
-        chosen = self._choose(num_decoding, drafts)
-        self._draft_seconds = self._clock() - begin
-        return {sequence_id: drafts[sequence_id].token_ids[:count] for sequence_id, count in chosen.items()}
-
-    def _choose(self, num_decoding: int, drafts: Mapping[int, Draft]) -> dict[int, int]:
-        controller = self._controller
+        if self._drafter is not None:
+            for room in rooms:
+                draft = self._drafter.propose(room.sequence_id, min(room.most, self._max_draft))
+                tokens = () if draft is None else room.usable(draft.token_ids)
+                if draft is not None and tokens:
+                    drafts[room.sequence_id] = Draft(tokens, draft.match)
+        limits = {
+            room.sequence_id: min(room.most, self.runner_tokens)
+            for room in rooms
+            if self.runner_tokens and room.runner_may_draft
+        }
         if controller is None:
-            return {sequence_id: len(draft.token_ids) for sequence_id, draft in drafts.items()}
-        candidates = [
-            Candidate(sequence_id, self._buckets[sequence_id], len(draft.token_ids))
-            for sequence_id, draft in drafts.items()
-        ]
+            self.runner_counts = {i: most for i, most in limits.items() if i not in drafts}
+            found = {sequence_id: draft.token_ids for sequence_id, draft in drafts.items()}
+        else:
+            found = self._choose(controller, num_decoding, drafts, limits)
+        self._draft_seconds = self._clock() - begin
+        return found
+
+    def _choose(
+        self,
+        controller: Controller,
+        num_decoding: int,
+        drafts: Mapping[int, Draft],
+        limits: Mapping[int, int],
+    ) -> dict[int, tuple[int, ...]]:
+        candidates = [Candidate(i, bucket_of(d.match), len(d.token_ids)) for i, d in drafts.items()]
+        candidates += [Candidate(i, RUNNER, most) for i, most in limits.items()]
         chosen = controller.choose(num_decoding, candidates)
+        found = {}
+        for sequence_id, choice in chosen.items():
+            self._buckets[sequence_id] = choice.bucket
+            if choice.bucket == RUNNER:
+                self.runner_counts[sequence_id] = choice.count
+            else:
+                found[sequence_id] = drafts[sequence_id].token_ids[: choice.count]
         for sequence_id, draft in drafts.items():
-            if sequence_id not in chosen:
-                controller.shadow(sequence_id, self._buckets[sequence_id], draft.token_ids)
-        return chosen
+            if sequence_id not in found:
+                controller.shadow(sequence_id, bucket_of(draft.match), draft.token_ids)
+        return found
 
     def settle(
         self,
         planned: Sequence[PlannedSequence],
         brought: Mapping[int, Sequence[int]],
         seconds: float,
+        drafted: Mapping[int, tuple[int, int]] | None = None,
+        *,
+        pass_seconds: float = 0.0,
+        passes: int = 0,
     ) -> None:
-        """Tells what a step ran, what tokens it ``brought`` by sequence id, and how long it took."""
+        """Tells what a step ran, what tokens it ``brought`` by sequence id, and how long it took.
+
+        ``drafted``: (drafted tokens, kept ones) by sequence id; None is what the plan says. ``pass_seconds``
+        of the step went in ``passes`` of the runner's own drafting.
+        """
+        if drafted is None:
+            drafted = {
+                s.sequence_id: (len(s.draft_token_ids), num_kept(s.draft_token_ids, brought[s.sequence_id]))
+                for s in planned
+                if s.sequence_id in brought
+            }
         decoding = [s for s in planned if s.needs_logits and not s.is_prefill]
         for sequence in planned:
-            tokens = brought.get(sequence.sequence_id, ())
-            if sequence.sequence_id not in self._open or not tokens:
+            sequence_id = sequence.sequence_id
+            tokens = brought.get(sequence_id, ())
+            if sequence_id not in self._open or not tokens:
                 continue
-            draft = sequence.draft_token_ids
-            if draft:
-                self._count(draft, tokens)
-            self._drafter.observe(sequence.sequence_id, tokens)
+            proposed, kept = drafted.get(sequence_id, (0, 0))
+            if proposed:
+                self._count(proposed, min(kept, len(tokens)), by_runner=sequence_id in self.runner_counts)
+            if self._drafter is not None:
+                self._drafter.observe(sequence_id, tokens)
             if self._controller is not None:
-                if draft:
-                    bucket = self._buckets.get(sequence.sequence_id, 0)
-                    self._controller.learn(sequence.sequence_id, bucket, draft, tokens)
-                self._controller.watch(sequence.sequence_id, tokens)
+                if proposed:
+                    bucket = self._buckets.get(sequence_id, 0)
+                    self._controller.learn(sequence_id, bucket, proposed, kept)
+                self._controller.watch(sequence_id, tokens)
         if self._controller is not None:
+            self._controller.record_passes(len(self.runner_counts), passes, pass_seconds)
             self._controller.account(
                 len(decoding),
-                sum(len(s.rows) for s in decoding),
+                sum(len(s.token_ids) + drafted.get(s.sequence_id, (0, 0))[0] for s in decoding),
                 sum(len(brought.get(s.sequence_id, ())) for s in decoding),
-                seconds,
-                self._draft_seconds,
+                max(0.0, seconds - pass_seconds),
+                self._draft_seconds + pass_seconds,
                 mixed=len(decoding) < len(planned),
             )
 
-    def _count(self, draft: Sequence[int], tokens: Sequence[int]) -> None:
-        kept = 0
-        while kept < min(len(draft), len(tokens)) and draft[kept] == tokens[kept]:
-            kept += 1
-        counts = self.counts
-        self.counts = replace(
-            counts,
-            proposed=counts.proposed + len(draft),
-            accepted=counts.accepted + kept,
-            steps=counts.steps + 1,
-        )
+    def _count(self, proposed: int, kept: int, *, by_runner: bool) -> None:
+        self.counts = _more(self.counts, proposed, kept)
+        if by_runner:
+            self.runner_drafts = _more(self.runner_drafts, proposed, kept)
 
     def disarmed(self) -> list[tuple[int, str]]:
         """Sequences that stopped drafting since the last call, for the first time, and why."""
@@ -164,16 +210,28 @@ class Speculator:
 
     @property
     def state(self) -> str:
-        """In a few words: the drafter, and whether it drafts or why not."""
-        name = self._drafter.name
+        """In a few words: the drafters, and whether they draft or why not."""
+        names = [] if self._drafter is None else [self._drafter.name]
+        names += [self.runner_name] if self.runner_tokens else []
+        name = "+".join(names) or "none"
+        why_not = f" ({self.runner_why_not})" if self.runner_why_not else ""
         if self._controller is None:
-            return f"{name}: always"
+            return f"{name}: always{why_not}"
         controls = [self._controller.control(sequence_id) for sequence_id in sorted(self._open)]
         if any(control.armed for control in controls):
-            return f"{name}: armed"
+            return f"{name}: armed{why_not}"
         if not controls:
-            return f"{name}: ready"
-        return f"{name}: not drafting: {controls[-1].why}"
+            return f"{name}: ready{why_not}"
+        return f"{name}: not drafting: {controls[-1].why}{why_not}"
+
+
+def _more(counts: DraftCounts, proposed: int, kept: int) -> DraftCounts:
+    return replace(
+        counts,
+        proposed=counts.proposed + proposed,
+        accepted=counts.accepted + kept,
+        steps=counts.steps + 1,
+    )
 
 
 ALWAYS_DRAFT = 8
@@ -181,10 +239,13 @@ ALWAYS_DRAFT = 8
 
 
 def make_speculator(spec: str) -> Speculator | None:
-    """For a value of ``--spec``: off, ngram (lookups, always) or auto (lookups where they pay)."""
+    """For a value of ``--spec``: off, ngram (lookups, always), skip (by fewer layers, always, once there is a
+    profile of the model) or auto (lookups, then layers, where they pay)."""
     if spec == "off":
         return None
     if spec == "ngram":
         return Speculator(NgramDrafter(), max_draft=ALWAYS_DRAFT)
+    if spec == "skip":
+        return Speculator(None)
     assert spec == "auto", spec
     return Speculator(NgramDrafter(), Controller())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Mapping
 
 NUM_TIMES = 9
 """Steps of one size whose median counts: one slow step means nothing, a slower machine soon does."""
@@ -17,12 +18,26 @@ class StepCosts:
     def __init__(self) -> None:
         self._times: dict[int, deque[float]] = {}
         self._medians: dict[int, float] = {}
+        self._expected: dict[int, float] = {}
+
+    def expect(self, ratios: Mapping[int, float]) -> None:
+        """What steps of so many rows take over one of one row, until they were measured."""
+        self._expected = {rows: max(1.0, ratio) for rows, ratio in ratios.items() if rows > 1}
+        self._fill()
+
+    def _fill(self) -> None:
+        if 1 in self._times:
+            for rows, ratio in self._expected.items():
+                if rows not in self._times:
+                    self._medians[rows] = ratio * self._medians[1]
 
     def record(self, rows: int, seconds: float) -> None:
         """A step that ran nothing but ``rows`` decode and drafted tokens."""
         times = self._times.setdefault(rows, deque(maxlen=NUM_TIMES))
         times.append(seconds)
         self._medians[rows] = statistics.median(times)
+        if rows == 1 and self._expected:
+            self._fill()
 
     @property
     def is_known(self) -> bool:

@@ -127,8 +127,8 @@ class StepCall(ctypes.Structure):
     """StepCall of step.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
-        *((name, _P) for name in ("token_ids", "embedded", "pages", "groups", "angles", "logit_rows", "skipped")),
-        *((name, _P) for name in ("logits", "last_x", "last_residual")),
+        *((name, _P) for name in ("token_ids", "embedded", "pages", "groups", "angles", "logit_rows")),
+        *((name, _P) for name in ("skipped", "logits", "last_x", "last_residual")),
         ("rows", Rows),
         ("num_logit_rows", _I),
     ]

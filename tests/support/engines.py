@@ -81,14 +81,15 @@ def load_engine(
     )
     offloaded = [host_blocks] * len(groups)
     host = allocate_host_storage(storage, offloaded) if host_blocks else ()
+    program = choose_program(decoder, storage)
     runner = ModelRunner(
-        choose_program(decoder, storage),
+        program,
         storage,
         vocab_size=spec.vocab_size,
         block_size=block_size,
         host_kv=host,
         spec_rule=spec_rule,
-        layer_drafts=None if skipped is None else LayerDrafts(decoder, skipped),
+        drafter=None if skipped is None else LayerDrafts(program, skipped),
     )
     engine = Engine(
         PoisoningRunner(runner, storage) if poison else runner,
