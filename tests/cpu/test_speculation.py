@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -309,6 +310,8 @@ def test_the_setting_reaches_the_engine(spec: str, folders: dict[str, Path]) -> 
     def run(value: str, prediction: tuple[int, ...] = ()) -> tuple[Result, EngineStats]:
         resolved = EngineConfig(spec=value, ctx=256, kernels="torch").resolve(environ={})
         runtime = load_runtime(resolved, folders["llama"], "tiny")
+        ticks = itertools.count()
+        runtime.core._clock = lambda: 0.01 * next(ticks)  # every step takes as long: drafts pay
         ids = tuple(runtime.tokenizer.encode(REPEATS))
         sampling = SamplingParams(temperature=0.9, seed=5, max_new_tokens=60, ignore_eos=True)
         request = GenerationRequest("a", ids, sampling, prediction_token_ids=prediction)
