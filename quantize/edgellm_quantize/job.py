@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgellm_models.errors import EdgeLLMError, Notice, ResourceError
 from edgellm_quantize.calibration import CalibrationTokens
-from edgellm_quantize.capture import STAGES, Stream, open_stream
+from edgellm_quantize.capture import STAGES, Stream, keeps_activated, open_stream
 from edgellm_quantize.layer_rounding import CorePlan, LayerResult, check_plan, quantize_layer
 from edgellm_quantize.recipe import LayerOutcome, LayerStatistics, QuantizedLinear, QuantizeProgress
 from edgellm_quantize.work_folder import WorkFolder
@@ -170,15 +170,14 @@ def estimate_memory(
     for n, k in shapes:
         matrices = 0
         if feedback:
-            square = k * k * 4
-            factoring = 3 * (square * 2 if k <= 4096 else square)
-            descending = 2 * square
-            matrices = square * (2 if plan.asymmetric_share else 1) + max(factoring, descending)
+            # The Hessian beside the cross term and a factor, or beside an inverse (f64 up to 4096).
+            matrices = k * k * 4 * (6 if k <= 4096 else 3)
         work = max(work, matrices + 6 * n * k * 4)
     total = _PROGRAM_BYTES + copies * layer + work
     if tokens is not None:
         streams = 2 if plan.asymmetric_share and feedback else 1
-        total += streams * tokens * (hidden + q) * 4
+        kept = ffn if keeps_activated(tokens, ffn) else 0
+        total += streams * tokens * (hidden + max(q, kept)) * 4
         total += rows * (2 * hidden + 2 * (q + 2 * kv) + 4 * ffn) * 4 + (256 << 20)
     return total
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +80,7 @@ class LayerRounding:
         # A loader over the overlay shows the layer as it is by now.
         self._loader = type(loader)(self._overlay)
         self._prefix = f"blk.{index}."
+        self._seen: StageStatistics | None = None
         _check_finite(checkpoint, self._prefix)
 
     def run(self, stream: Stream | None, original: Stream | None) -> LayerResult:
@@ -90,9 +91,9 @@ class LayerRounding:
         for number, stage in enumerate(STAGES):
             self.on_stage(number)
             names = self._names(stage)
-            seen = None
+            self._seen = None
             if stream is not None:
-                seen = collect(
+                self._seen = collect(
                     stage,
                     self.index,
                     stream,
@@ -100,9 +101,10 @@ class LayerRounding:
                     reference,
                     hessian=self.plan.method != "rtn" and bool(names),
                 )
-                self._remember(stage, seen)
+                self._remember(stage, self._seen)
             if names:
-                self._round_stage(stage, names, seen, stream)
+                self._round_stage(stage, names, stream)
+        self._seen = None
         if stream is not None:
             stream.finish(self._loader.layer(self.index))
         if reference is not None:
@@ -124,34 +126,27 @@ class LayerRounding:
                     None, seen.input.imatrix.clone(), seen.input.tokens
                 )
 
-    def _round_stage(
-        self, stage: str, names: Sequence[str], seen: StageStatistics | None, stream: Stream | None
-    ) -> None:
+    def _round_stage(self, stage: str, names: Sequence[str], stream: Stream | None) -> None:
         method = self.plan.method
-        if seen is not None and method == "awq":
+        if self._seen is not None and method == "awq":
             assert stream is not None
-            folded = self._fold(stage, names, seen, stream)
+            folded = self._fold(stage, names, self._seen, stream)
             if folded is not None:
-                seen, method = folded, "awq+gptq"
+                self._seen, method = folded, "awq+gptq"
         begun = time.monotonic()
-        hessian = None if seen is None else seen.input.hessian
-        cross = None if seen is None else seen.cross
+        hessian = None if self._seen is None else self._seen.input.hessian
         # Linears with one grid are rounded together: their rows are independent, the factorization is one.
         by_grid: dict[Grid, list[str]] = {}
         for name in names:
             by_grid.setdefault(self.plan.grids[name], []).append(name)
+        targets = self._targets(by_grid.values())
         for grid, members in by_grid.items():
             matrices = [self._tensors.matrix(name).float() for name in members]
             weight = _stacked(matrices)
             if hessian is not None and method != "rtn":
-                target = weight
-                if cross is not None and self.plan.asymmetric_share:
-                    target = asymmetric_target(
-                        weight, hessian, cross, self.plan.asymmetric_share, self.plan.options.damping
-                    )
-                found = gptq(target, hessian, grid, self.plan.options)
+                found = gptq(targets.pop(members[0], weight), hessian, grid, self.plan.options)
             else:
-                importance = None if seen is None else importance_of(seen.input.imatrix)
+                importance = None if self._seen is None else importance_of(self._seen.input.imatrix)
                 found = round_nearest(weight, grid, importance, self.plan.options.candidates)
             done = found.method if found.method == "rtn" or method != "awq+gptq" else method
             seconds = time.monotonic() - begun
@@ -171,6 +166,27 @@ class LayerRounding:
                 )
                 self._overlay.replaced[name] = values.contiguous()
             begun = time.monotonic()
+
+    def _targets(self, groups: Iterable[Sequence[str]]) -> dict[str, torch.Tensor]:
+        """What the linears of each group are rounded from, by the group's first name, where it is not their
+        weights; the cross term, as large as the Hessian, is let go then.
+        """
+        seen, share = self._seen, self.plan.asymmetric_share
+        if seen is None or seen.cross is None or seen.input.hessian is None or not share:
+            return {}
+        damping = self.plan.options.damping
+        made = {
+            names[0]: asymmetric_target(
+                _stacked([self._tensors.matrix(name).float() for name in names]),
+                seen.input.hessian,
+                seen.cross,
+                share,
+                damping,
+            )
+            for names in groups
+        }
+        self._seen = StageStatistics(seen.input)
+        return made
 
     def _fold(
         self, stage: str, names: Sequence[str], seen: StageStatistics, stream: Stream
@@ -211,6 +227,8 @@ class LayerRounding:
         self._overlay.replaced |= changed
         if stage == "attn_output":
             stream.divide(columns)
+        elif stage == "ffn_down":
+            stream.forget_activated()
         outer = columns[:, None] * columns[None, :]
         cross = None if seen.cross is None else seen.cross / outer
         return StageStatistics(
