@@ -393,25 +393,18 @@ def run(runtime: Runtime, request: GenerationRequest, result: Completion) -> Non
 
 def json_result(runtime: Runtime, request: GenerationRequest, result: Completion) -> dict[str, Any]:
     """The one object of ``--json``."""
+    from edgellm.cli.output import timings_report
+
     last = result.last
     assert last is not None and last.timings is not None and last.finish_reason is not None
-    timings = last.timings
+    load = {"import_s": runtime.times.import_s, "load_s": runtime.times.load_s}
     found = {
         "text": "".join(result.text),
         "token_ids": result.token_ids,
         "prompt_token_ids": request.prompt_token_ids,
         "finish_reason": last.finish_reason,
         "usage": last.usage,
-        "timings": {
-            "ttft_s": timings.ttft_s,
-            "prefill_tokens_per_s": timings.prefill_tokens_per_s,
-            "decode_tokens_per_s": timings.decode_tokens_per_s,
-            "queued_s": timings.queued_s,
-            "prefill_s": timings.prefill_s,
-            "decode_s": timings.decode_s,
-            "import_s": runtime.times.import_s,
-            "load_s": runtime.times.load_s,
-        },
+        "timings": timings_report(last.timings, load),
         "draft": last.draft,
         "seed": last.seed,
         "notices": [*result.first_notices, *runtime.notices, *result.notices],

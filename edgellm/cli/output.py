@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 from edgellm.cli.errors import one_line, tell
+from edgellm.contracts import RequestTimings
 from edgellm_models.errors import Notice, PullProgress
 
 _UNSAFE = re.compile("[\x7f-\x9f\u2028\u2029]")
@@ -113,6 +114,12 @@ def megabytes(count: int) -> str:
     if count < 1_000_000:
         return f"{count / 1e3:.1f} kB"
     return f"{count / 1e6:.1f} MB" if count < 1_000_000_000 else f"{count / 1e9:.2f} GB"
+
+
+def timings_report(timings: RequestTimings, load: Mapping[str, float]) -> dict[str, float]:
+    """The ``timings`` of ``--json``, seconds and tokens per second; ``load`` adds what came before."""
+    names = "ttft_s", "prefill_tokens_per_s", "decode_tokens_per_s", "queued_s", "prefill_s", "decode_s"
+    return {name: getattr(timings, name) for name in names} | dict(load)
 
 
 def is_terminal(stream: Any) -> bool:

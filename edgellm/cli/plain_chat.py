@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from edgellm.cli.chat_kv import ChatKV
 from edgellm.cli.chat_partner import Partner, partner_of
 from edgellm.cli.errors import INTERRUPTED, tell
-from edgellm.cli.output import Output, counted
+from edgellm.cli.output import Output, counted, timings_report
 from edgellm.cli.piped_text import write_text
 from edgellm.cli.saved_chats import kv_files
 from edgellm.cli.terminal_text import TerminalText
@@ -206,21 +206,12 @@ def final_object(
     chat_id: str | None,
 ) -> dict[str, Any]:
     """The last line of ``--json``."""
-    timings = finished.timings
     found = {
         "type": "finished",
         "text": text,
         "finish_reason": finished.reason,
         "usage": finished.usage,
-        "timings": {
-            "ttft_s": timings.ttft_s,
-            "prefill_tokens_per_s": timings.prefill_tokens_per_s,
-            "decode_tokens_per_s": timings.decode_tokens_per_s,
-            "queued_s": timings.queued_s,
-            "prefill_s": timings.prefill_s,
-            "decode_s": timings.decode_s,
-            **load,
-        },
+        "timings": timings_report(finished.timings, load),
         "draft": finished.draft,
         "seed": finished.seed,
         "notices": list(notices),
