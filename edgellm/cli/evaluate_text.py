@@ -138,6 +138,8 @@ class Evaluation:
     """Types of K and V apart, for measurements; None is what ``resolved`` says."""
     cache_folder: Path | None = None
     """Where reference logits are kept; None is the user's cache folder."""
+    scores_all: bool = False
+    """Whole windows count, not their second halves, for measurements."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,7 @@ def run_evaluation(
         stack.callback(runtime.close)
         ids = runtime.tokenizer.encode(job.text)
         bos = runtime.tokenizer.bos_id if runtime.tokenizer.add_bos else None
-        plan = plan_windows(ids, runtime.info.context_length, bos, job.windows)
+        plan = plan_windows(ids, runtime.info.context_length, bos, job.windows, job.scores_all)
         if plan.unscored_tail and job.windows is None:
             tell(
                 Notice(
@@ -274,6 +276,7 @@ def _reference(
         "tokens": hashlib.sha256(ids).hexdigest(),
         "ctx": plan.ctx,
         "windows": plan.num_windows,
+        "first_row": plan.first_row,
         "settings": f"{exact.kernels} {exact.activations} {exact.kv_dtype} {exact.device}",
         "versions": f"edgellm {edgellm.__version__} torch {torch.__version__}",
     }

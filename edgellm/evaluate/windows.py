@@ -23,11 +23,13 @@ class WindowPlan:
     bos_id: int | None
     """Takes the place of each window's first token; None where the model wants no BOS."""
     num_windows: int
+    scores_all: bool = False
+    """Every token behind a window's first counts, those with little before them too."""
 
     @property
     def first_row(self) -> int:
         """Position in a window of the token whose row scores the first token that counts."""
-        return self.ctx // 2
+        return 0 if self.scores_all else self.ctx // 2
 
     @property
     def rows_per_window(self) -> int:
@@ -49,7 +51,11 @@ class WindowPlan:
 
 
 def plan_windows(
-    token_ids: Sequence[int], ctx: int, bos_id: int | None, max_windows: int | None = None
+    token_ids: Sequence[int],
+    ctx: int,
+    bos_id: int | None,
+    max_windows: int | None = None,
+    scores_all: bool = False,
 ) -> WindowPlan:
     """The windows of a text. BadInputError when a window is too short to score in, or the text for one."""
     if ctx < 4:
@@ -60,4 +66,5 @@ def plan_windows(
             f"the text has {len(token_ids)} tokens and a window takes {ctx}; give a longer text or a smaller "
             "--ctx"
         )
-    return WindowPlan(tuple(token_ids), ctx, bos_id, full if max_windows is None else min(full, max_windows))
+    num_windows = full if max_windows is None else min(full, max_windows)
+    return WindowPlan(tuple(token_ids), ctx, bos_id, num_windows, scores_all)

@@ -65,9 +65,10 @@ def test_perplexity_is_that_of_llama_perplexity(name: str, windows: int, tmp_pat
     assert found == pytest.approx(peer["F32"][windows - 1], rel=2e-4)
 
 
-@pytest.mark.parametrize("chunk", [None, 16, 5, 1])
-def test_rows_are_those_of_whole_windows(tiny: Path, tmp_path: Path, chunk: int | None) -> None:
-    """Windows of a model with sliding windows, in chunks of any size, against one forward pass each."""
+@pytest.mark.parametrize(("chunk", "first"), [(None, 32), (16, 32), (5, 32), (1, 32), (16, 0)])
+def test_rows_are_those_of_whole_windows(tiny: Path, tmp_path: Path, chunk: int | None, first: int) -> None:
+    """Windows of a model with sliding windows, in chunks of any size, against one forward pass each: their
+    second halves, or all of them."""
     checkpoint = open_checkpoint(tiny)
     tokenizer = load_tokenizer(checkpoint.path, checkpoint.file_format, checkpoint.metadata)
     decoder = build_decoder(checkpoint)
@@ -77,10 +78,11 @@ def test_rows_are_those_of_whole_windows(tiny: Path, tmp_path: Path, chunk: int 
     for start in range(0, 3 * 64, 64):
         window = [tokenizer.bos_id, *ids[start + 1 : start + 64]]
         log_p = run_whole(decoder, window).double().log_softmax(-1)
-        total -= float(log_p[torch.arange(32, 63), torch.tensor(window[33:])].sum())
-    report = run(tiny, tmp_path, chunk=chunk, windows=3)
-    assert report.result.tokens == 3 * 31 and report.plan.num_windows == 3
-    assert report.result.perplexity == pytest.approx(math.exp(total / (3 * 31)), rel=1e-5)
+        total -= float(log_p[torch.arange(first, 63), torch.tensor(window[first + 1 :])].sum())
+    report = run(tiny, tmp_path, chunk=chunk, windows=3, scores_all=first == 0)
+    scored = 3 * (63 - first)
+    assert report.result.tokens == scored and report.plan.num_windows == 3
+    assert report.result.perplexity == pytest.approx(math.exp(total / scored), rel=1e-5)
 
 
 def test_the_reference_is_kept_checked_and_used_again(tiny: Path, tmp_path: Path) -> None:

@@ -26,6 +26,12 @@ def test_bos_takes_the_place_of_each_first_token() -> None:
     assert plan.window(0) == (1, *range(101, 108)) and plan.window(1) == (1, *range(109, 116))
 
 
+def test_whole_windows_are_scored_where_that_is_asked_for() -> None:
+    """All tokens but the first, which nothing comes before."""
+    plan = plan_windows(range(16), 8, 1, scores_all=True)
+    assert (plan.num_windows, plan.first_row, plan.rows_per_window, plan.num_scored) == (2, 0, 7, 14)
+
+
 def test_a_limit_on_the_windows() -> None:
     assert plan_windows(range(100), 10, None, 3).num_windows == 3
     assert plan_windows(range(100), 10, None, 30).num_windows == 10
