@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,11 +44,13 @@ def running(request: Any, tiny: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def openai_client(running: Running, **fields: Any) -> Any:
-    import httpx2
+    """A client of any major version (tools/check_openai_client.py tries an older one)."""
     import openai
 
     if running.address.startswith("unix:"):
-        transport = httpx2.HTTPTransport(uds=running.address.removeprefix("unix:"))
+        # The HTTP library that this version of the client is built on.
+        library = sys.modules[openai.DefaultHttpxClient.__base__.__module__]
+        transport = library.HTTPTransport(uds=running.address.removeprefix("unix:"))
         fields["http_client"] = openai.DefaultHttpxClient(transport=transport)
         return openai.OpenAI(base_url="http://localhost/v1", api_key="none", max_retries=0, **fields)
     return openai.OpenAI(base_url=running.url, api_key="none", max_retries=0, **fields)
