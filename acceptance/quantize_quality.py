@@ -9,7 +9,8 @@ The prose is from the same book as the calibration's and the chat's answers too,
 
 EDGELLM_QUALITY_FOLDER    twins, outputs and cases.json (default: edgellm-quality in the system's temporary
                           folder; several GB)
-EDGELLM_QUALITY_CASES     names of CASES, separated by commas (default: all)
+EDGELLM_QUALITY_CASES     names of CASES, separated by commas (default: all; those of GPTQModel itself where
+                          EDGELLM_GPTQMODEL_PYTHON says how to run it, see gptqmodel_peer)
 EDGELLM_QUALITY_MODELS    smollm2-135m,gemma3-270m (default: both)
 EDGELLM_QUALITY_TOKENS    calibration tokens (default: 32768)
 EDGELLM_QUALITY_SCORED    scored tokens at least (default: 16384)
@@ -25,12 +26,13 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from acceptance import gptqmodel_peer
 from acceptance.harness import Figure, commit
 from acceptance.llama_cpp_tools import VERSION, tool
 from acceptance.quality_text import calibration_text, held_out_windows
@@ -58,7 +60,9 @@ PROMISES = (
     ("Q3_K_M", "llama Q3_K_M", 0.7),
     ("gptq 4", "rtn 4", 0.35),
     ("gptq 4", "plain gptq 4", 0.85),
+    ("gptq 4", "gptqmodel 4", 0.85),
     ("gptq 3", "plain gptq 3", 0.7),
+    ("gptq 3", "gptqmodel 3", 0.7),
     ("awq", "rtn 4 asymmetric", 0.5),
     ("awq", "awq identity", 0.95),
     ("target-bpw", "Q4_K_M", 0.95),
@@ -163,6 +167,28 @@ def llama(type_name: str) -> Callable[[Bench, str], Made]:
     return make
 
 
+def gptqmodel(bits: int) -> Callable[[Bench, str], Made]:
+    """GPTQModel itself in an environment of its own, groups of 64 and its defaults."""
+
+    def make(bench: Bench, case: str) -> Made:
+        folder, note = gptqmodel_peer.quantized_folder(bench, bits)
+        grid = IntegerGrid(bits, 64)
+        return lambda: open_checkpoint(folder), {
+            "bits of linears": grid.bits_per_weight(64 * 9),
+            "seconds": note["seconds"],
+            "settings": note["settings"],
+            "peer": note["peer"],
+        }
+
+    return make
+
+
+def plain_gptq(base: Checkpoint, bits: int, *, symmetric: bool = True) -> CorePlan:
+    """GPTQ as it was published, on the usual grid, with columns ordered within groups."""
+    grid = IntegerGrid(bits, 64, symmetric, min_zero=1 if symmetric else 0)
+    return CorePlan(uniform_grids(base, grid), "gptq", RoundingOptions(candidates=0), 0.0)
+
+
 def baseline(method: str, bits: int, symmetric: bool = True, *, usual: bool = True) -> Callable[..., Made]:
     """A published recipe computed here: the peers' grid, and GPTQ with columns ordered within groups.
 
@@ -175,8 +201,9 @@ def baseline(method: str, bits: int, symmetric: bool = True, *, usual: bool = Tr
 
         base = open_checkpoint(bench.twin)
         grid = IntegerGrid(bits, 64, symmetric, min_zero=1 if symmetric else 0)
-        options = RoundingOptions(candidates=0) if usual else RoundingOptions(descent_passes=1)
-        plan = CorePlan(uniform_grids(base, grid), method, options, 0.0 if usual else 0.25)
+        plan = replace(plain_gptq(base, bits, symmetric=symmetric), method=method)
+        if not usual:
+            plan = replace(plan, options=RoundingOptions(descent_passes=1), asymmetric_share=0.25)
         tokenizer = load_tokenizer(base.path, base.file_format, base.metadata)
         vocab = base.tensors()["token_embd.weight"].shape[0]
         tokens = None if method == "rtn" else calibration_tokens(bench.calibration(), tokenizer, vocab)
@@ -209,6 +236,8 @@ CASES: dict[str, Callable[[Bench, str], Made]] = {
     "awq": ours(format="awq", group_size=64),
     "target-bpw": ours(target_bpw="Q4_K_M"),
     "self Q4_K_M": ours(own_text=True),
+    "gptqmodel 4": gptqmodel(4),
+    "gptqmodel 3": gptqmodel(3),
 }
 
 
@@ -297,10 +326,16 @@ def _measure(bench: Bench, case: str) -> dict[str, Any]:
     }
 
 
+def quality_folder() -> Path:
+    """Where twins and outputs are kept."""
+    named = os.environ.get("EDGELLM_QUALITY_FOLDER")
+    return Path(named) if named else Path(tempfile.gettempdir()) / "edgellm-quality"
+
+
 def run() -> Iterator[Figure]:
-    chosen = os.environ.get("EDGELLM_QUALITY_CASES", ",".join(CASES)).split(",")
-    default = Path(tempfile.gettempdir()) / "edgellm-quality"
-    root = Path(os.environ.get("EDGELLM_QUALITY_FOLDER", default))
+    default = [case for case in CASES if gptqmodel_peer.PYTHON in os.environ or "gptqmodel" not in case]
+    chosen = os.environ.get("EDGELLM_QUALITY_CASES", ",".join(default)).split(",")
+    root = quality_folder()
     tokens = int(os.environ.get("EDGELLM_QUALITY_TOKENS", "32768"))
     scored = int(os.environ.get("EDGELLM_QUALITY_SCORED", "16384"))
     sizes = "" if (tokens, scored) == (32768, 16384) else f" ({tokens} calibration tokens, {scored} scored)"

@@ -82,7 +82,16 @@ def benchmarks() -> str:
             )
         machines = sorted({row["machine"] for row in newest.values()})
         parts += ["", f"Measured on: {'; '.join(machines)}.", ""]
+        if path.stem == "quantize_quality":
+            parts += ["![KL divergence from the twin over bits per weight](quality.svg)", ""]
     return "\n".join(parts)
+
+
+def quality_plot() -> str:
+    """KL divergence over bits per weight."""
+    import plot_quality
+
+    return plot_quality.plot(json.loads(plot_quality.SOURCE.read_text(encoding="utf-8")))
 
 
 def main() -> int:
@@ -91,6 +100,7 @@ def main() -> int:
         "docs/cli.md": lambda old: command_line(),
         "docs/env.md": lambda old: environment(),
         "docs/benchmarks.md": lambda old: benchmarks(),
+        "docs/quality.svg": lambda old: quality_plot(),
     }
     stale = []
     for name, page in pages.items():
