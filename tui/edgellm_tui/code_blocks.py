@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgellm_tui.widgets.streaming_markdown import chat_parser
+from edgellm_tui.markdown_rows import chat_parser
 
 
 def code_blocks(text: str) -> list[str]:

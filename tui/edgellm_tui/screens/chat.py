@@ -11,7 +11,6 @@ from textual.binding import BindingType
 from textual.containers import Horizontal, Vertical
 from textual.message import Message
 from textual.timer import Timer
-from textual.widgets import Markdown
 
 from edgellm.contracts import (
     ChatBackend,
@@ -46,6 +45,7 @@ from edgellm_tui.widgets.prompt import ChatPrompt, Verdict
 from edgellm_tui.widgets.reply import Reply, finished_line, first_token_s
 from edgellm_tui.widgets.stats_panel import StatsPanel
 from edgellm_tui.widgets.status_line import StatusLine, TopBar
+from edgellm_tui.widgets.streaming_markdown import StreamingMarkdown
 from edgellm_tui.widgets.transcript import Earlier, ErrorLine, QuietLine, Transcript, UserMessage
 
 HINT_S = 4.0
@@ -430,11 +430,11 @@ class ChatScreen(ChatActions):
     async def _stop(self) -> None:
         await self.action_stop_reply()
 
-    @on(Markdown.LinkClicked)
-    async def _link_clicked(self, event: Markdown.LinkClicked) -> None:
+    @on(StreamingMarkdown.LinkClicked)
+    async def _link_clicked(self, event: StreamingMarkdown.LinkClicked) -> None:
         # A model's link is not opened: over SSH that could start a browser in this very terminal.
         event.stop()
-        await self.copy(event.href)
+        await self.copy(event.address)
 
     def show_hint(self, text: str, *, seconds: float = HINT_S, while_answering: bool = False) -> None:
         """A sentence in the status line: for a while, and with ``while_answering`` not beyond the answer."""

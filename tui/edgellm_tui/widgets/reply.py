@@ -88,11 +88,8 @@ class Reply(Fold):
         yield self._foot
 
     def folds(self) -> list[Fold]:
-        """What of it may be folded away: all of it once it is finished, until then its closed segments."""
-        segments: list[Fold] = list(self._body.closed)
-        if self._thoughts is not None:
-            segments += self._thoughts.closed
-        return [self, *segments] if self._finished else segments
+        """What of it may be folded away: all of it once it is finished."""
+        return [self] if self._finished else []
 
     @property
     def text(self) -> str:

@@ -2,210 +2,187 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
+import asyncio
+from collections.abc import Sequence
 
-from markdown_it import MarkdownIt
-from markdown_it.rules_core import StateCore
-from textual.containers import Vertical
-from textual.widgets import Markdown, Static
+from rich.segment import Segment
+from textual.geometry import Region, Size
+from textual.message import Message
+from textual.selection import Selection
+from textual.strip import Strip
+from textual.style import Style
+from textual.widget import Widget
 
+from edgellm_tui.markdown_document import MarkdownDocument
+from edgellm_tui.markdown_lines import Line, layout
+from edgellm_tui.markdown_rows import Item
 from edgellm_tui.terminal_text import TerminalText
-from edgellm_tui.widgets.folding import Fold
 
-SEGMENT_CHARACTERS = 500
-"""A segment this long is closed where its last block or list item begins; only what follows still changes."""
+PIECE_CHARACTERS = 4000
+"""Much text at once (a saved answer) is taken in pieces, so that keys are answered in between."""
 
-SEGMENT_ITEMS = 8
-"""A list this long is closed sooner: the widget builds the whole list anew for every piece of text."""
-
-CHECK_CHARACTERS = 200
-"""A segment is looked at for a cut each time it has grown by so much."""
+MAX_STRIPS = 400
+"""Drawn lines that are kept: a few screens full."""
 
 
-def chat_parser() -> MarkdownIt:
-    """Markdown as chats mean it: line breaks stay, HTML and bare addresses are text.
+class StreamingMarkdown(Widget):
+    """One growing document in one widget that draws its own lines.
 
-    HTML must be text because the widget shows no HTML: a ``<div>`` in an answer would silently vanish.
-    """
-    parser = MarkdownIt("gfm-like", {"html": False, "linkify": False})
-    parser.core.ruler.push("line_breaks", _keep_line_breaks)
-    return parser
-
-
-def _keep_line_breaks(state: StateCore) -> None:
-    for token in state.tokens:
-        for child in token.children or ():
-            if child.type == "softbreak":
-                child.type = "hardbreak"
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Where a growing text can be parted: nothing before ``line`` can change any more."""
-
-    line: int
-    """From 0."""
-    in_list: bool = False
-    """Between two items of a list that fills the text, rather than between blocks."""
-    items: int = 0
-    """Items of the last block, where that is a list."""
-    number: int | None = None
-    """Of the item at ``line`` in a numbered list, which a text of its own must state."""
-
-
-def find_cut(source: str) -> Cut | None:
-    """The start of the last top-level block, or of the last item where one list is all there is."""
-    tokens = [token for token in chat_parser().parse(source) if token.map is not None]
-    blocks = [token for token in tokens if token.level == 0]
-    if not blocks:
-        return None
-    last = blocks[-1]
-    assert last.map is not None
-    within = tokens[tokens.index(last) :]
-    items = [token for token in within if token.level == 1 and token.type == "list_item_open"]
-    if last.map[0] > 0:
-        return Cut(last.map[0], items=len(items))
-    if len(items) < 2:
-        return None
-    begin = items[-1].map
-    assert begin is not None
-    if last.type == "bullet_list_open":
-        return Cut(begin[0], in_list=True, items=len(items))
-    number = int(last.attrs.get("start", 1)) + len(items) - 1
-    return Cut(begin[0], in_list=True, items=len(items), number=number)
-
-
-class Segment(Fold):
-    """A piece of a document. Folded it is only its source and its height: the widgets are built anew when
-    needed.
+    Blocks that can no longer change are read, coloured and wrapped once for a width; only the last block is
+    made anew with every piece. The text is made safe for a terminal on its way in.
     """
 
-    def __init__(self) -> None:
-        super().__init__(classes="segment")
-        self.source = ""
-        self._markdown: Markdown | None = None
-        self._list_goes_on = False
-
-    async def append(self, text: str) -> None:
-        self.source += text
-        if self._markdown is None:
-            self._markdown = Markdown(parser_factory=chat_parser, open_links=False)
-            await self.mount(self._markdown)
-        await self._markdown.append(text)
-
-    async def cut(self) -> str | None:
-        """Takes the last block or list item away and returns its source; None without need or place."""
-        cut = find_cut(self.source)
-        if cut is None or self._markdown is None:
-            return None
-        if len(self.source) < SEGMENT_CHARACTERS and cut.items < SEGMENT_ITEMS:
-            return None
-        lines = self.source.splitlines(keepends=True)
-        self.source = "".join(lines[: cut.line])
-        tail = "".join(lines[cut.line :])
-        if cut.number is not None:
-            tail = re.sub(r"\d+", str(cut.number), tail, count=1)
-        self._list_goes_on = cut.in_list
-        block = self._markdown.children[-1]
-        await (block.children[-1] if cut.in_list else block).remove()
-        self._join_list()
-        return tail
-
-    def _join_list(self) -> None:
-        if self._list_goes_on and self._markdown is not None:
-            self._markdown.children[-1].styles.margin = 0
-
-    def release_content(self) -> None:
-        self._markdown = None
-        self.call_later(self._drop_widgets)
-
-    async def _drop_widgets(self) -> None:
-        if self.folded:
-            await self.remove_children()
-            # Textual caches the list and the layout of children; without a new child and a clear cache it
-            # would keep
-            # the removed blocks alive for as long as this segment, and garbage collection would pause for
-            # them.
-            await self.mount(Static())
-            self._clear_arrangement_cache()
-
-    def restore_content(self) -> None:
-        self.measured = False
-        self.call_later(self._rebuild)
-
-    async def _rebuild(self) -> None:
-        if self.folded or self._markdown is not None:
-            return
-        await self.remove_children()
-        self._markdown = Markdown(parser_factory=chat_parser, open_links=False)
-        with self.app.batch_update():
-            await self.mount(self._markdown)
-            await self._markdown.append(self.source)
-            self._join_list()
-            self.styles.height = "auto"
-        self.call_after_refresh(self._note_height)
-
-    def _note_height(self) -> None:
-        self.measured = True
-        self.post_message(self.Measured())
-
-
-class StreamingMarkdown(Vertical):
-    """One growing document, held as a column of segments of which only the last still grows.
-
-    The text is made safe for a terminal on its way in. A reference link whose definition falls into another
-    segment is shown as it was written.
+    DEFAULT_CSS = """
+    StreamingMarkdown {
+        width: 1fr;
+        height: auto;
+    }
     """
+
+    class LinkClicked(Message):
+        """The reader wants to have ``address``."""
+
+        def __init__(self, address: str) -> None:
+            super().__init__()
+            self.address = address
 
     def __init__(self) -> None:
         super().__init__()
+        self.document = MarkdownDocument()
         self._safe = TerminalText()
-        self._open: Segment | None = None
-        self._next_check = CHECK_CHARACTERS
-        self.closed: list[Segment] = []
-        """Segments that no longer change."""
+        self._width = 0
+        self._taken = 0
+        """Settled items that are laid out."""
+        self._lines: list[Line] = []
+        self._rows: list[str] = []
+        self._settled_lines = 0
+        self._settled_rows = 0
+        self._strips: dict[int, Strip] = {}
+        self._styles_by_name: dict[str, Style] = {}
+
+    # --- text ---
 
     async def append(self, text: str) -> None:
         """Shows ``text`` after what is there."""
-        await self._append_safe(self._safe.feed(text))
+        safe = self._safe.feed(text)
+        for start in range(0, len(safe), PIECE_CHARACTERS):
+            if start:
+                await asyncio.sleep(0)
+            self.document.feed(safe[start : start + PIECE_CHARACTERS])
+        if safe:
+            self._grown()
 
     async def finish(self) -> None:
-        """No more text comes: shows what was held back (at most a line end)."""
-        await self._append_safe(self._safe.flush())
-        if self._open is not None:
-            self.closed.append(self._open)
-            self._open = None
+        """No more text comes: shows what was held back."""
+        self.document.feed(self._safe.flush())
+        self.document.finish()
+        self._grown()
 
-    async def _append_safe(self, text: str) -> None:
-        if not text:
+    def _grown(self) -> None:
+        if not self._width:
+            self.refresh(layout=True)
             return
-        if self._open is None:
-            # Blank lines before the first words would only move the answer down.
-            text = text.lstrip("\n")
-            if not text:
-                return
-            self._open = await self._new_segment()
-        # Much text at once is still cut into segments.
-        for start in range(0, len(text), CHECK_CHARACTERS):
-            await self._open.append(text[start : start + CHECK_CHARACTERS])
-            if len(self._open.source) >= self._next_check:
-                await self._close_segment(self._open)
+        before, kept = len(self._lines), self._settled_lines
+        self._lay_out()
+        if len(self._lines) != before:
+            self.refresh(layout=True)
+        elif before > kept:
+            self.refresh(Region(0, kept, self._width, before - kept))
 
-    async def _new_segment(self) -> Segment:
-        segment = Segment()
-        await self.mount(segment)
-        return segment
+    # --- lines ---
 
-    async def _close_segment(self, segment: Segment) -> None:
-        """Moves the last block into a new segment, so that the one before it is never touched again."""
-        with self.app.batch_update():
-            tail = await segment.cut()
-            if tail is None:
-                # In proportion, so that a single long block is not parsed again for every piece of it.
-                self._next_check = max(len(segment.source) + CHECK_CHARACTERS, len(segment.source) * 5 // 4)
-                return
-            self._open = await self._new_segment()
-            await self._open.append(tail)
-        self._next_check = len(tail) + CHECK_CHARACTERS
-        self.closed.append(segment)
+    def _lay_out(self) -> None:
+        """Lays out what was settled since the last time, and the open block."""
+        items = self.document.settled
+        for line in range(self._settled_lines, len(self._lines)):
+            self._strips.pop(line, None)
+        del self._lines[self._settled_lines :], self._rows[self._settled_rows :]
+        self._add(items[self._taken :])
+        self._taken = len(items)
+        self._settled_lines, self._settled_rows = len(self._lines), len(self._rows)
+        self._add(self.document.open)
+
+    def _add(self, items: Sequence[Item]) -> None:
+        lines, rows = layout(items, self._width, len(self._rows))
+        self._lines += lines
+        self._rows += rows
+
+    def _fit(self, width: int) -> None:
+        if width != self._width and width > 0:
+            self._width = width
+            self._taken = self._settled_lines = self._settled_rows = 0
+            self._lines.clear()
+            self._rows.clear()
+            self._strips.clear()
+            self._lay_out()
+
+    def get_content_width(self, container: Size, viewport: Size) -> int:
+        return container.width
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        self._fit(width)
+        return len(self._lines)
+
+    def render_line(self, y: int) -> Strip:
+        self._fit(self.size.width)
+        if not 0 <= y < len(self._lines):
+            return Strip.blank(self.size.width, self.visual_style.rich_style)
+        strip = self._strips.get(y)
+        if strip is None:
+            if len(self._strips) >= MAX_STRIPS:
+                self._strips.clear()
+            strip = self._strips[y] = self._draw(self._lines[y])
+        return strip
+
+    def _draw(self, line: Line) -> Strip:
+        base = self.visual_style
+        if line.kind == "code":
+            base += self._named_style("on $surface")
+        text = line.text
+        selection = self.text_selection
+        if selection is not None and (span := selection.get_span(line.row)) is not None:
+            shift = line.margin - line.start
+            begin = max(line.margin, span[0] + shift)
+            end = len(text) if span[1] < 0 else min(len(text), span[1] + shift)
+            if begin < end:
+                chosen = Style.from_styles(self.screen.get_component_styles("screen--selection"))
+                text = text.stylize(chosen, begin, end)
+        segments: list[Segment] = []
+        at = 0
+        for part, style in text.render(base, end="", parse_style=self._named_style):
+            drawn = base + style
+            for piece in (part[: max(0, line.margin - at)], part[max(0, line.margin - at) :]):
+                if not piece:
+                    continue
+                if at < line.margin:
+                    segments.append(Segment(piece, drawn.rich_style))
+                else:
+                    place = at - line.margin + line.start
+                    segments.append(Segment(piece, drawn.rich_style_with_offset(place, line.row)))
+                at += len(piece)
+        return Strip(segments, text.cell_length).extend_cell_length(self._width, base.rich_style)
+
+    def _named_style(self, style: str | Style) -> Style:
+        if isinstance(style, Style):
+            return style
+        known = self._styles_by_name.get(style)
+        if known is None:
+            known = self._styles_by_name[style] = Style.parse(style, self.app.theme_variables)
+        return known
+
+    # --- looks, selection, links ---
+
+    def notify_style_update(self) -> None:
+        super().notify_style_update()
+        self._styles_by_name.clear()
+        self._strips.clear()
+
+    def selection_updated(self, selection: Selection | None) -> None:
+        self._strips.clear()
+        self.refresh()
+
+    def get_selection(self, selection: Selection) -> tuple[str, str] | None:
+        return selection.extract("\n".join(self._rows)), "\n"
+
+    def action_link(self, address: str) -> None:
+        self.post_message(self.LinkClicked(address))
