@@ -13,6 +13,7 @@ from edgellm.contracts.answers import TokenEvent as TokenEvent
 from edgellm.contracts.answers import TokenLogprob as TokenLogprob
 from edgellm.contracts.answers import Usage as Usage
 from edgellm.contracts.engines import ChatBackend as ChatBackend
+from edgellm.contracts.engines import DrafterStats as DrafterStats
 from edgellm.contracts.engines import EngineStats as EngineStats
 from edgellm.contracts.engines import GenerationEngine as GenerationEngine
 from edgellm.contracts.engines import MemoryPlan as MemoryPlan

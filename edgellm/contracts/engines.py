@@ -12,6 +12,18 @@ from edgellm_models.errors import PullProgress
 
 
 @dataclass(frozen=True)
+class DrafterStats:
+    """What one drafter did since the start."""
+
+    name: str
+    armed: int
+    """Open answers that draft with it by now."""
+    draft: DraftCounts
+    accepted_at: tuple[int, ...] = ()
+    """Drafts of which the token at this place was kept, the first place first."""
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """Counters that the engine writes once per step and the front ends poll."""
 
@@ -30,6 +42,9 @@ class EngineStats:
     draft: DraftCounts = field(default_factory=DraftCounts)
     draft_state: str = "off"
     """What drafts, and whether it does by now or why not, in a few words."""
+    drafters: tuple[DrafterStats, ...] = ()
+    evicted_tokens: Mapping[str, int] = field(default_factory=dict)
+    """By policy, tokens that answers had lost from the model's sight when they ended."""
     weight_bytes: int = 0
     kv_bytes: int = 0
     achieved_gb_per_s: float = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -119,6 +120,8 @@ class Engine:
         """What is to be said of samples that end in this step, before their last events."""
         self._next_sequence_id = 0
         self._prompt_tokens = self._cached_tokens = 0
+        self._evicted_tokens: Counter[str] = Counter()
+        """By policy, of samples that have ended."""
         self.stats: EngineStats = self._snapshot()
 
     # --- GenerationEngine ---
@@ -440,6 +443,8 @@ class Engine:
         if sample.sequence.eviction is not None and dropped.tokens > dropped.told:
             length = len(sample.sequence.token_ids)
             self._parting.append(sample.event(notice=evicted(sample.sequence.eviction, dropped, length)))
+        if sample.sequence.eviction is not None:
+            self._evicted_tokens[sample.sequence.eviction.policy] += dropped.tokens
         self._scheduler.finish(sample.sequence_id)
         if self._speculator is not None:
             self._speculator.end(sample.sequence_id)
@@ -478,6 +483,8 @@ class Engine:
             kv_waste=self._kv.waste(),
             draft=None if self._speculator is None else self._speculator.counts,
             draft_state="off" if self._speculator is None else self._speculator.state,
+            drafters=() if self._speculator is None else self._speculator.drafters(),
+            evicted_tokens=self._evicted_tokens,
         )
 
     def check_integrity(self) -> None:

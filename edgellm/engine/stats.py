@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from edgellm.contracts import DraftCounts, EngineStats
+from edgellm.contracts import DraftCounts, DrafterStats, EngineStats
 
 WINDOW_S = 1.0
 """Rates are over the last second."""
@@ -50,6 +50,8 @@ class StatsRecorder:
         kv_waste: float = 0.0,
         draft: DraftCounts | None = None,
         draft_state: str = "off",
+        drafters: tuple[DrafterStats, ...] = (),
+        evicted_tokens: Mapping[str, int] | None = None,
     ) -> EngineStats:
         """The stats at ``now``. A step counts when it ended within the last second."""
         while self._work and self._work[0].end <= now - WINDOW_S:
@@ -68,6 +70,8 @@ class StatsRecorder:
             prefix_hit_rate=prefix_hit_rate,
             draft=draft or DraftCounts(),
             draft_state=draft_state,
+            drafters=drafters,
+            evicted_tokens=dict(evicted_tokens or {}),
             prefill_tokens_per_s=self._rate(now, self._prefill_tokens, prefill),
             decode_tokens_per_s=self._rate(now, self._decode_tokens, decode),
         )

@@ -138,7 +138,7 @@ class Answering:
             told.append(NoticeEvent(notice))
         choice.finished = replace(finished, reason=reason)
         told.append(choice.finished)
-        self._metrics.used(finished.usage, finished.draft, with_prompt=choice.sample == 0)
+        self._metrics.used(finished.usage, with_prompt=choice.sample == 0)
         log_answer(self._model_name, reason, finished.usage, finished.timings)
         self._on_finish(choice)
         if all(other.finished is not None for other in self.choices):

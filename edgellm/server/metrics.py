@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from edgellm.contracts import DraftCounts, EngineStats, ModelInfo, Usage
+from edgellm.contracts import EngineStats, ModelInfo, Usage
 
 LATENCY_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 INTERVAL_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
@@ -58,8 +58,6 @@ class ServerMetrics:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.generation_tokens = 0
-        self.drafted = 0
-        self.accepted = 0
         self.notices: dict[str, int] = defaultdict(int)
         self.ttft = Histogram(LATENCY_S)
         self.interval = Histogram(INTERVAL_S)
@@ -77,14 +75,12 @@ class ServerMetrics:
             reason = reasons.get(status, "bad_request")
             self.requests[reason] += 1
 
-    def used(self, usage: Usage, draft: DraftCounts, *, with_prompt: bool = True) -> None:
+    def used(self, usage: Usage, *, with_prompt: bool = True) -> None:
         """The tokens of one answer; the prompt of several answers to one request counts once."""
         if with_prompt:
             self.prompt_tokens += usage.prompt_tokens
             self.cached_tokens += usage.cached_tokens
         self.generation_tokens += usage.completion_tokens
-        self.drafted += draft.proposed
-        self.accepted += draft.accepted
 
     def render(self, stats: EngineStats, info: ModelInfo | None, *, ready: bool) -> str:
         """The text exposition format 0.0.4."""
@@ -155,8 +151,47 @@ class ServerMetrics:
             "Things done differently from what was asked, by kind.",
             [(_labels(kind=kind), count) for kind, count in sorted(self.notices.items())],
         )
-        family("spec_drafted_tokens_total", one[0], "Tokens that drafters proposed.", [("", self.drafted)])
-        family("spec_accepted_tokens_total", one[0], "Of these, accepted.", [("", self.accepted)])
+        family(
+            "evicted_tokens_total",
+            one[0],
+            "Tokens that answers had lost from the model's sight when they ended, by --kv-policy.",
+            [(_labels(policy=policy), count) for policy, count in sorted(stats.evicted_tokens.items())],
+        )
+        drafters = [(_labels(drafter=drafter.name), drafter) for drafter in stats.drafters]
+        family(
+            "spec_drafted_tokens_total",
+            one[0],
+            "Tokens that a drafter proposed and a step ran.",
+            [(labels, drafter.draft.proposed) for labels, drafter in drafters],
+        )
+        family(
+            "spec_accepted_tokens_total",
+            one[0],
+            "Of these, accepted.",
+            [(labels, drafter.draft.accepted) for labels, drafter in drafters],
+        )
+        family(
+            "spec_drafts_total",
+            one[0],
+            "Drafts that ran.",
+            [(labels, drafter.draft.steps) for labels, drafter in drafters],
+        )
+        family(
+            "spec_accepted_per_position",
+            one[0],
+            "Drafts of which the token at this place was accepted; 0 is the first.",
+            [
+                (_labels(drafter=drafter.name, position=str(place)), count)
+                for drafter in stats.drafters
+                for place, count in enumerate(drafter.accepted_at)
+            ],
+        )
+        family(
+            "spec_armed",
+            one[1],
+            "Open answers that draft with this drafter by now.",
+            [(labels, drafter.armed) for labels, drafter in drafters],
+        )
         family("decode_tokens_per_second", one[1], "Over the last second.", [("", stats.decode_tokens_per_s)])
         family(
             "prefill_tokens_per_second", one[1], "Over the last second.", [("", stats.prefill_tokens_per_s)]

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from edgellm.contracts import DraftCounts, PlannedSequence
+from edgellm.contracts import DraftCounts, DrafterStats, PlannedSequence
 from edgellm.speculative.acceptance import num_kept
 from edgellm.speculative.controller import Candidate, Controller
 from edgellm.speculative.drafter import MAX_DRAFT, Draft, Drafter
@@ -61,6 +61,10 @@ class Speculator:
         """Of all sequences since the start; steps are those of a sequence with a draft."""
         self.runner_drafts = DraftCounts()
         """The part of it that the runner drafted itself."""
+        self._accepted_at: dict[bool, list[int]] = {False: [], True: []}
+        """Drafts whose token at each place was kept: proposed here, and by the runner."""
+        self._by_runner: set[int] = set()
+        """Open sequences whose last draft the runner made."""
 
     def expect_runner_drafts(
         self, tokens: int, match: float, pass_share: float, verify: Mapping[int, float]
@@ -84,6 +88,7 @@ class Speculator:
         """Forgets a sequence; one that was never begun is ignored."""
         if sequence_id in self._open:
             self._open.discard(sequence_id)
+            self._by_runner.discard(sequence_id)
             self._told.discard(sequence_id)
             if self._drafter is not None:
                 self._drafter.end(sequence_id)
@@ -170,7 +175,12 @@ class Speculator:
                 continue
             proposed, kept = drafted.get(sequence_id, (0, 0))
             if proposed:
-                self._count(proposed, min(kept, len(tokens)), by_runner=sequence_id in self.runner_counts)
+                by_runner = sequence_id in self.runner_counts
+                if by_runner:
+                    self._by_runner.add(sequence_id)
+                else:
+                    self._by_runner.discard(sequence_id)
+                self._count(proposed, min(kept, len(tokens)), by_runner=by_runner)
             if self._drafter is not None:
                 self._drafter.observe(sequence_id, tokens)
             if self._controller is not None:
@@ -193,6 +203,30 @@ class Speculator:
         self.counts = _more(self.counts, proposed, kept)
         if by_runner:
             self.runner_drafts = _more(self.runner_drafts, proposed, kept)
+        places = self._accepted_at[by_runner]
+        places += [0] * (kept - len(places))
+        for place in range(kept):
+            places[place] += 1
+
+    def drafters(self) -> tuple[DrafterStats, ...]:
+        """Each drafter apart: what it did, and how many open sequences drafted with it when they last did and
+        would again."""
+        controller = self._controller
+        armed = [i for i in self._open if controller is None or controller.control(i).armed]
+        by_runner = sum(i in self._by_runner for i in armed)
+        found = []
+        if self._drafter is not None:
+            own, rest = self.counts, self.runner_drafts
+            counts = DraftCounts(
+                own.proposed - rest.proposed, own.accepted - rest.accepted, own.steps - rest.steps
+            )
+            places = tuple(self._accepted_at[False])
+            found.append(DrafterStats(self._drafter.name, len(armed) - by_runner, counts, places))
+        if self.runner_tokens:
+            places = tuple(self._accepted_at[True])
+            count = by_runner if self._drafter is not None else len(armed)
+            found.append(DrafterStats(self.runner_name, count, self.runner_drafts, places))
+        return tuple(found)
 
     def disarmed(self) -> list[tuple[int, str]]:
         """Sequences that stopped drafting since the last call, for the first time, and why."""

@@ -180,6 +180,7 @@ def test_quantized_kv_is_evicted_alike(tmp_path: Path, kv: str, policy: str) -> 
         found.append(told_logprobs(result.events))
         dropped = [e.notice.detail for e in result.events if e.notice and e.notice.kind == "kv_evicted"]
         assert dropped and dropped[-1].split()[0] in ("96", "80", "64", "112")
+        assert loaded.engine.stats.evicted_tokens == {policy: int(dropped[-1].split()[0]) * len(requests)}
     assert found[0] == pytest.approx(found[1], abs=0.05)
 
 

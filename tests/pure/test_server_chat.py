@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from edgellm.contracts import SamplingParams
+from edgellm.contracts import DraftCounts, DrafterStats, EngineStats, SamplingParams
 from edgellm.server.chat_schema import CHAT_FIELDS, read_chat
+from edgellm.server.metrics import ServerMetrics
 from edgellm.server.options import HARMLESS
 from tests.support.fake_engine import END_ID
 from tests.support.served import (
@@ -566,6 +567,22 @@ def test_metrics_parse_and_agree_with_usage(running: Running) -> None:
         assert grown("edgellm_inter_token_latency_seconds_count") == usage["completion_tokens"] - 2
         assert after["edgellm_up"] == 1 and 0 <= after["edgellm_kv_waste_ratio"] <= 1
         assert all(after[name] >= before[name] for name in before if "_total" in name)
+
+
+def test_metrics_of_drafters_and_evictions() -> None:
+    drafter = DrafterStats("ngram", 2, DraftCounts(50, 30, 20), (19, 11))
+    stats = EngineStats(drafters=(drafter,), evicted_tokens={"window": 96})
+    lines = ServerMetrics().render(stats, None, ready=True).splitlines()
+    for line in (
+        'edgellm_evicted_tokens_total{policy="window"} 96',
+        'edgellm_spec_armed{drafter="ngram"} 2',
+        'edgellm_spec_drafted_tokens_total{drafter="ngram"} 50',
+        'edgellm_spec_accepted_tokens_total{drafter="ngram"} 30',
+        'edgellm_spec_drafts_total{drafter="ngram"} 20',
+        'edgellm_spec_accepted_per_position{drafter="ngram",position="0"} 19',
+        'edgellm_spec_accepted_per_position{drafter="ngram",position="1"} 11',
+    ):
+        assert line in lines
 
 
 def test_tokenizer_and_template_endpoints(running: Running) -> None:

@@ -102,6 +102,20 @@ def test_drafts_that_are_never_right_cost_at_most_two_percent(
     assert world.run(800) <= 1.02
 
 
+def test_what_each_drafter_did_is_counted() -> None:
+    world = World(linear(0.02), lambda sequence, position: position % 3 != 0, num_sequences=2)
+    world.run(200)
+    [drafter] = world.speculator.drafters()
+    assert (drafter.name, drafter.draft) == ("world", world.speculator.counts) and drafter.draft.steps > 20
+    # At most two in a row are right, so no draft is kept beyond its second token.
+    assert len(drafter.accepted_at) == 2 and sum(drafter.accepted_at) == drafter.draft.accepted
+    assert drafter.accepted_at[0] >= drafter.accepted_at[1] > 0
+    assert drafter.armed == sum(world.controller.control(i).armed for i in range(2)) > 0
+    world.speculator.end(0)
+    world.speculator.end(1)
+    assert world.speculator.drafters()[0].armed == 0
+
+
 @pytest.mark.parametrize("length", [1, 2, 5, 8])
 def test_an_opponent_who_knows_the_rules_costs_no_more(length: int) -> None:
     """Right for a while, to win trust and credit, then wrong for as long; and right only where nothing
