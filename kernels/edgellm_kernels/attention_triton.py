@@ -27,7 +27,7 @@ def _kv_tile(pages, scales, row, element, seen, DIM: tl.constexpr, INT8: tl.cons
     return tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("table_width", "num_rows", "splits"))
 def attention_kernel(
     q, keys, values, key_scales, value_scales, block_table, block_starts, key_lengths, positions,
     query_starts, out, peaks, sums, table_width, num_rows, num_heads, num_kv_heads, scale, window, softcap,
@@ -129,26 +129,32 @@ def attention_kernel(
             tl.store(out + place[:, None] * V_DIM + v_element[None, :], total, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_rows", "sequences", "splits"))
 def combine_kernel(
     parts, peaks, sums, query_starts, out, num_rows, sequences, splits,
-    V_DIM: tl.constexpr, V_PAD: tl.constexpr, SPLITS: tl.constexpr,
+    V_DIM: tl.constexpr, V_PAD: tl.constexpr, MAX_SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """The splits of one row and head made one, in their order; rows behind the last sequence stay."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if row < tl.load(query_starts + sequences):
         num_heads = tl.num_programs(1)
-        split = tl.arange(0, SPLITS)
-        there = split < splits
+        split = tl.arange(0, MAX_SPLITS)
         place = (split.to(tl.int64) * num_rows + row) * num_heads + head
-        peak = tl.load(peaks + place, mask=there, other=float("-inf"))
+        peak = tl.load(peaks + place, mask=split < splits, other=float("-inf"))
         highest = tl.max(peak, axis=0)
-        factor = tl.exp2(peak - tl.where(highest == float("-inf"), 0.0, highest))
-        weight = tl.sum(tl.load(sums + place, mask=there, other=0.0) * factor, axis=0)
+        base = tl.where(highest == float("-inf"), 0.0, highest)
+        weight = tl.sum(tl.load(sums + place, mask=split < splits, other=0.0) * tl.exp2(peak - base), axis=0)
         element = tl.arange(0, V_PAD)
-        seen = there[:, None] & (element < V_DIM)[None, :]
-        part = tl.load(parts + place[:, None] * V_DIM + element[None, :], mask=seen, other=0.0)
-        total = tl.sum(part * factor[:, None], axis=0) / tl.where(weight == 0.0, 1.0, weight)
+        some = tl.arange(0, AT_ONCE)
+        total = tl.zeros([V_PAD], tl.float32)
+        for first in range(0, splits, AT_ONCE):
+            there = first + some < splits
+            place = ((first + some).to(tl.int64) * num_rows + row) * num_heads + head
+            factor = tl.exp2(tl.load(peaks + place, mask=there, other=float("-inf")) - base)
+            seen = there[:, None] & (element < V_DIM)[None, :]
+            part = tl.load(parts + place[:, None] * V_DIM + element[None, :], mask=seen, other=0.0)
+            total += tl.sum(part * factor[:, None], axis=0)
+        total = total / tl.where(weight == 0.0, 1.0, weight)
         tl.store(out + (row * num_heads + head) * V_DIM + element, total, mask=element < V_DIM)
 
 
@@ -247,7 +253,8 @@ def paged_attention(
             splits=splits,
             V_DIM=v_dim,
             V_PAD=triton.next_power_of_2(v_dim),
-            SPLITS=triton.next_power_of_2(splits),
+            MAX_SPLITS=_MAX_SPLITS,
+            AT_ONCE=8,
             num_warps=1,
         )
     return Prepared(out)

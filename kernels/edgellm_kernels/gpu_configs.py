@@ -72,14 +72,15 @@ def attention_tile(rows: int, head_dim: int, quantized: bool, exact: bool) -> At
     ``head_dim``: the larger of K's and V's. ``quantized``: int8 pages. ``exact``: f32 compute.
     """
     if exact:
-        return (
-            AttentionTile(16, 16, 8, 1, "ieee") if head_dim > 128 else AttentionTile(16, 16, 4, 1, "tf32x3")
-        )
-    if rows > 32:
-        return AttentionTile(32, 16, 8, 2) if head_dim > 128 else AttentionTile(64, 32, 8, 2)
+        if head_dim > 128:
+            return AttentionTile(16, 16, 4 if quantized else 8, 1, "ieee")
+        return AttentionTile(16, 16, 4, 1, "tf32x3")
     few = 16 if rows <= 16 else 32
     if head_dim > 128:
-        return AttentionTile(few, 16, 4 if few == 16 else 8, 2)
+        # NOTE: with eight warps ptxas takes 128 registers on sm_86 and spills.
+        return AttentionTile(few, 16, 4, 2)
+    if rows > 32:
+        return AttentionTile(64, 32, 8, 2)
     if head_dim > 64 or few == 32:
         return AttentionTile(few, 32, 4 if few == 16 or not quantized else 8, 1 if quantized else 2)
     return AttentionTile(few, 64, 4, 1 if quantized else 2)

@@ -125,15 +125,15 @@ def scale_rows_kernel(x, out, factors, k, BLOCK: tl.constexpr):
         tl.store(out + row * k + first + column, (values * factor).to(tl.float16), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("tokens", "splits"))
 def dot_kernel(
-    x, factors, bias, add, out, codes, high, scales, supers, zeros, tokens, n, num_blocks, groups,
+    x, factors, bias, add, out, codes, high, scales, supers, zeros, tokens, splits, n, num_blocks, groups,
     LOW: tl.constexpr, HIGH: tl.constexpr, OFFSET: tl.constexpr, KIND: tl.constexpr,
     GROUP_BLOCKS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ADD: tl.constexpr, HALF: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr, SPLITS: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr, SPLIT: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
-    """out[tokens, n] = x W^T + bias + add, weights as the left operand; SPLITS > 1: parts of the sum.
+    """out[tokens, n] = x W^T + bias + add, weights as the left operand; SPLIT: parts of the sum.
 
     HALF: operands in f16, x scaled by ``factors``; else f32 in three tf32 products. f32 sums in both.
     """
@@ -147,11 +147,13 @@ def dot_kernel(
     present = (token < tokens)[None, :]
     # NOTE: a token row behind the last is not read, but zeros.
     start = x + token.to(tl.int64)[None, :] * k + (here % 4)[:, None]
-    steps = (num_blocks + BLOCKS - 1) // BLOCKS
-    each = (steps + SPLITS - 1) // SPLITS
+    first_step, end_step = 0, (num_blocks + BLOCKS - 1) // BLOCKS
+    if SPLIT:
+        each = (end_step + splits - 1) // splits
+        first_step, end_step = split * each, tl.minimum(end_step, split * each + each)
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     PRECISION: tl.constexpr = "tf32" if HALF else "tf32x3"
-    for step in range(split * each, tl.minimum(steps, split * each + each)):
+    for step in range(first_step, end_step):
         first = step * BLOCKS
         mask = None if EVEN else first + lane // 4 < num_blocks
         seen = present if EVEN else present & ((first + here // 4)[:, None] < num_blocks)
@@ -181,7 +183,7 @@ def dot_kernel(
         total *= tl.load(factors + token, mask=token < tokens, other=0.0)[None, :]
     inside = (row < n)[:, None] & present
     place = token.to(tl.int64)[None, :] * n + row[:, None]
-    if SPLITS > 1:
+    if SPLIT:
         place += split.to(tl.int64) * tokens * n
     else:
         if HAS_BIAS:
@@ -257,6 +259,7 @@ def _dot(
         add=x if add is None else add,
         out=target,
         tokens=tokens,
+        splits=splits,
         n=n,
         **planes,
         **constants,
@@ -266,7 +269,7 @@ def _dot(
         ROWS=sizes["rows"],
         TOKENS=sizes["tokens"],
         BLOCKS=sizes["blocks"],
-        SPLITS=splits,
+        SPLIT=splits > 1,
         EVEN=planes["num_blocks"] % sizes["blocks"] == 0,
         num_warps=sizes["warps"],
         num_stages=sizes["stages"],

@@ -181,7 +181,7 @@ def plane_arguments(weight: PlaneWeight) -> tuple[dict[str, Any], dict[str, int]
     return planes, constants
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("first_row", "num_rows"))
 def decode_kernel(
     row_ids,
     out,

@@ -92,6 +92,8 @@ def compile_call(kernel: Any, arguments: Mapping[str, Any], architecture: int) -
                 attributes[(place,)] = [["tt.divisibility", 16]]
         elif isinstance(value, float):
             signature[name] = "fp32"
+        elif parameter.do_not_specialize:
+            signature[name] = "i32"
         elif value == 1:
             signature[name], constants[name] = "constexpr", 1
         else:

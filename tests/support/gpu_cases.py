@@ -107,9 +107,10 @@ def dot_case(form: str, kernel: str, half: bool = True) -> Case:
     x = torch.empty(4096, dtype=torch.float16 if half else torch.float32)
     f = torch.empty(4096)
     arguments = {
-        "x": x, "factors": f, "bias": f, "add": f, "out": f, "tokens": 7, "n": 4096, **planes, **constants,
+        "x": x, "factors": f, "bias": f, "add": f, "out": f, "tokens": 7, "splits": 1,
+        "n": 4096, **planes, **constants,
         "HAS_BIAS": False, "HAS_ADD": True, "HALF": half, "ROWS": sizes["rows"], "TOKENS": sizes["tokens"],
-        "BLOCKS": sizes["blocks"], "SPLITS": 1, "EVEN": True, "num_warps": sizes["warps"],
+        "BLOCKS": sizes["blocks"], "SPLIT": False, "EVEN": True, "num_warps": sizes["warps"],
         "num_stages": sizes["stages"],
     }  # fmt: skip
     per_thread = sizes["rows"] * sizes["blocks"] / sizes["warps"]
@@ -153,6 +154,18 @@ def attention_case(pages: str, dim: int, rows: int, exact: bool = False) -> Case
     }  # fmt: skip
     name = f"attention {pages} {dim} x {rows}" + (" exact" if exact else "")
     return Case(name, attention_kernel, arguments, has_dot=sizes.precision != "ieee")
+
+
+def combine_case(dim: int = 128) -> Case:
+    from edgellm_kernels.attention_triton import combine_kernel
+
+    f, starts = torch.empty(64), torch.empty(64, dtype=torch.int32)
+    arguments = {
+        "parts": f, "peaks": f, "sums": f, "query_starts": starts, "out": f, "num_rows": 3, "sequences": 3,
+        "splits": 8, "V_DIM": dim, "V_PAD": 1 << (dim - 1).bit_length(), "MAX_SPLITS": 64, "AT_ONCE": 8,
+        "num_warps": 1,
+    }  # fmt: skip
+    return Case(f"combine {dim}", combine_kernel, arguments)
 
 
 def norm_case(n: int = 4096) -> Case:
@@ -208,8 +221,10 @@ def cases(full: bool = False, simple: bool = True) -> Iterator[Case]:
             for rows in (4, 24, 512):
                 yield attention_case(pages, dim, rows)
     for dim in (64, 128, 256):
-        yield attention_case("f32", dim, 4, exact=True)
-        yield attention_case("int8", dim, 4, exact=True)
+        for pages in ("f32", "bf16", "int8"):
+            yield attention_case(pages, dim, 4, exact=True)
+    for dim in (64, 80, 128, 256):
+        yield combine_case(dim)
     yield norm_case()
     for pages in ("bf16", "int8"):
         yield rope_case(pages)
