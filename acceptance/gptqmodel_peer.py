@@ -36,7 +36,7 @@ def quantized_folder(bench: Bench, bits: int) -> tuple[Path, dict[str, Any]]:
     from edgellm_quantize.recipe import QuantizeJob, QuantizeRecipe
 
     python = os.environ.get(PYTHON)
-    out = bench.folder / f"gptqmodel-{bits}-{bench.tokens}"
+    out = bench.out(f"gptqmodel {bits}")
     note = out.with_name(f"{out.name}.json")
     if not note.exists():
         if not python:
@@ -104,6 +104,9 @@ def run() -> Iterator[Figure]:
     tokens = int(os.environ.get("EDGELLM_QUALITY_TOKENS", "32768"))
     for model in os.environ.get("EDGELLM_QUALITY_MODELS", "smollm2-135m").split(","):
         bench = Bench(model, quality_folder() / model, tokens, 0)
+        if PYTHON not in os.environ and not bench.out("gptqmodel 4").exists():
+            print(f"left out: {PYTHON} does not say how to run GPTQModel", flush=True)
+            return
         bench.prepare()
         errors, peer = layer_errors(bench, 4)
         for stem, (mine, theirs) in errors.items():

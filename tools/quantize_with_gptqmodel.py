@@ -28,13 +28,15 @@ def main() -> None:
     options = parser.parse_args()
 
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+    # Its own default on up to two cores is one worker, which it then refuses for its loader.
+    os.environ.setdefault("GPTQMODEL_CPU_WORKERS", str(max(2, (os.cpu_count() or 1) // 2)))
     import torch
     from gptqmodel import GPTQModel, QuantizeConfig
 
     sequences = json.loads(options.tokens.read_text(encoding="utf-8"))
     calibration = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in sequences]
     config = QuantizeConfig(bits=options.bits, group_size=options.group_size, device="cpu")
-    model = GPTQModel.load(str(options.model), config, dtype=torch.float32, device="cpu")
+    model = GPTQModel.load(str(options.model), config, dtype=torch.float32)
     began, used = time.monotonic(), time.process_time()
     model.quantize(calibration, batch_size=1)
     seconds, processor = time.monotonic() - began, time.process_time() - used
