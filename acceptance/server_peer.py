@@ -1,15 +1,21 @@
-"""Eight streams at once: our server beside llama.cpp's with eight slots, and beside our engine alone."""
+"""Eight streams at once: our server beside llama.cpp's with eight slots, and beside our engine alone.
+
+Everything is loaded once and takes turns. On a machine with other work, EDGELLM_TEST_SERVER_THREADS=1 and the
+processor seconds are what compares: llama.cpp's threads wait for each other by spinning.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +27,10 @@ MODEL = os.environ.get("EDGELLM_TEST_SERVED_MODEL", "smollm2-135m")
 STREAMS = int(os.environ.get("EDGELLM_TEST_SERVER_STREAMS", "8"))
 TOKENS = int(os.environ.get("EDGELLM_TEST_SERVER_TOKENS", "64"))
 PAIRS = int(os.environ.get("EDGELLM_TEST_SERVER_PAIRS", "3"))
+THREADS = int(os.environ.get("EDGELLM_TEST_SERVER_THREADS", "0")) or len(os.sched_getaffinity(0))
 CONTEXT = 512
+FIRST_TEXT = re.compile(rb'"content": ?"[^"]')
+COMPLETION_TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
 PEER = """
 import sys, time, xllamacpp
 params = xllamacpp.CommonParams()
@@ -36,63 +45,141 @@ sys.stdin.read()
 """
 
 
+@dataclass
+class Turn:
+    """One run of all streams."""
+
+    tokens_per_s: float
+    """Of all streams together."""
+    first_token_s: float
+    """Median over the streams."""
+    processor_s: float
+    """Of the process that answers, per 1,000 tokens."""
+
+
+@dataclass
+class Contender:
+    """A process that answers all streams, and what it did."""
+
+    process: subprocess.Popen[str]
+    ask: Callable[[str, int], tuple[float, float]]
+    """Name of the run and tokens per stream to tokens per second and time to first token."""
+    turns: list[Turn] = field(default_factory=list)
+
+    def run(self, name: str, tokens: int) -> Turn:
+        before = processor_seconds(self.process.pid)
+        speed, first = self.ask(name, tokens)
+        spent = processor_seconds(self.process.pid) - before
+        return Turn(speed, first, 1000 * spent / (STREAMS * tokens))
+
+    def median(self, of: str) -> float:
+        return statistics.median(getattr(turn, of) for turn in self.turns)
+
+
 def run() -> Iterator[Figure]:
     path = real_model(MODEL)
-    threads = len(os.sched_getaffinity(0))
-    arguments = ["serve", str(path), "--port", "0", "--json", "--threads", str(threads), "--ctx", "8192"]
-    ours = _started([sys.executable, "-m", "edgellm", *arguments], lambda line: json.loads(line)["address"])
-    peer_arguments = [str(path), str(STREAMS), str(CONTEXT), str(threads)]
-    theirs = _started(
-        [sys.executable, "-c", PEER, *peer_arguments],
-        lambda line: line.removeprefix("ADDRESS ").strip() if line.startswith("ADDRESS ") else None,
-    )
+    contenders: dict[str, Contender] = {}
     try:
-        speeds: dict[str, list[float]] = {"ours": [], "peer": [], "engine": []}
-        firsts: dict[str, list[float]] = {"ours": [], "peer": []}
-        servers = {"ours": ours[1], "peer": theirs[1]}
-        for address in servers.values():
-            asyncio.run(_streams(address, "warm", 4))
+        for spec in ("auto", "off"):
+            contenders[f"server, --spec {spec}"] = _server(path, spec)
+            contenders[f"engine, --spec {spec}"] = _engine(path, spec)
+        contenders["peer"] = _peer(path)
+        for contender in contenders.values():
+            contender.run("warm", 4)
         for turn in range(PAIRS):
-            for name in ("ours", "peer") if turn % 2 == 0 else ("peer", "ours"):
-                speed, first = asyncio.run(_streams(servers[name], f"{turn}", TOKENS))
-                speeds[name].append(speed)
-                firsts[name].append(first)
+            names = list(contenders)
+            for name in names if turn % 2 == 0 else reversed(names):
+                contenders[name].turns.append(contenders[name].run(f"{turn}", TOKENS))
     finally:
-        for process, _ in (ours, theirs):
-            process.terminate()
-            process.wait(30)
-    for _ in range(PAIRS):
-        speeds["engine"].append(_engine_alone(path, threads))
-    medians = {name: statistics.median(values) for name, values in speeds.items()}
-    peer = f"llama-server of xllamacpp {version('xllamacpp')}, {STREAMS} slots: {medians['peer']:.1f} tok/s"
-    detail = {"tokens_per_s": speeds, "first_token_s": firsts, "threads": threads}
-    ratio = statistics.median(a / b for a, b in zip(speeds["ours"], speeds["peer"], strict=True))
+        for contender in contenders.values():
+            contender.process.terminate()
+            contender.process.wait(30)
+    for spec in ("auto", "off"):
+        yield from _figures(contenders, spec)
+
+
+def _figures(contenders: dict[str, Contender], spec: str) -> Iterator[Figure]:
+    ours, engine, peer = (contenders[n] for n in (f"server, --spec {spec}", f"engine, --spec {spec}", "peer"))
+    words = f"llama-server of xllamacpp {version('xllamacpp')}, {STREAMS} slots"
+    title = f"{MODEL}, --spec {spec}, {THREADS} threads: {STREAMS} streams through the server"
+    detail = {
+        name: [vars(turn) for turn in contender.turns]
+        for name, contender in (("server", ours), ("engine", engine), ("peer", peer))
+    }
+    ratio = _ratio(ours, peer, "tokens_per_s")
     yield Figure(
-        f"{MODEL}: {STREAMS} streams through the server, beside llama-server",
+        f"{title}, beside llama-server",
         ratio,
-        f"times its tokens per second (ours {medians['ours']:.1f} tok/s)",
+        f"times its tokens per second (ours {ours.median('tokens_per_s'):.1f} tok/s)",
         "at least 1.2",
         ratio >= 1.2,
-        peer,
+        f"{words}: {peer.median('tokens_per_s'):.1f} tok/s",
         detail,
     )
-    share = medians["ours"] / medians["engine"]
+    share = _ratio(ours, engine, "tokens_per_s")
     yield Figure(
-        f"{MODEL}: {STREAMS} streams through the server, beside the engine alone",
+        f"{title}, beside the engine alone",
         share,
-        f"of its tokens per second (engine {medians['engine']:.1f} tok/s)",
+        f"of its tokens per second (engine {engine.median('tokens_per_s'):.1f} tok/s)",
         "at least 0.9",
         share >= 0.9,
     )
-    first = {name: statistics.median(values) for name, values in firsts.items()}
+    first, theirs = ours.median("first_token_s"), peer.median("first_token_s")
     yield Figure(
-        f"{MODEL}: time to first token of {STREAMS} streams at once",
-        first["ours"],
-        "s, median over the streams",
+        f"{title}, time to first token",
+        first,
+        f"s, median over the streams (engine alone {engine.median('first_token_s'):.2f} s)",
         "not above the peer's",
-        first["ours"] <= first["peer"],
-        f"{peer.split(',')[0]}: {first['peer']:.2f} s",
+        first <= theirs,
+        f"{words}: {theirs:.2f} s",
     )
+    yield Figure(
+        f"{title}, processor time beside llama-server",
+        _ratio(peer, ours, "processor_s"),
+        f"times less (ours {ours.median('processor_s'):.2f} s per 1,000 tokens, "
+        f"engine alone {engine.median('processor_s'):.2f} s)",
+        "none",
+        True,
+        f"{words}: {peer.median('processor_s'):.2f} s",
+    )
+
+
+def _ratio(above: Contender, below: Contender, of: str) -> float:
+    pairs = zip(above.turns, below.turns, strict=True)
+    return statistics.median(getattr(a, of) / getattr(b, of) for a, b in pairs)
+
+
+# --- the three kinds ---
+
+
+def _server(path: Path, spec: str) -> Contender:
+    options = ["--threads", str(THREADS), "--ctx", "8192", "--spec", spec]
+    command = [sys.executable, "-m", "edgellm", "serve", str(path), "--port", "0", "--json", *options]
+    process, address = _started(command, lambda line: json.loads(line)["address"])
+    return Contender(process, lambda name, tokens: asyncio.run(_streams(address, name, tokens)))
+
+
+def _peer(path: Path) -> Contender:
+    command = [sys.executable, "-c", PEER, str(path), *(str(n) for n in (STREAMS, CONTEXT, THREADS))]
+    process, address = _started(
+        command, lambda line: line.removeprefix("ADDRESS ").strip() if line.startswith("ADDRESS ") else None
+    )
+    return Contender(process, lambda name, tokens: asyncio.run(_streams(address, name, tokens)))
+
+
+def _engine(path: Path, spec: str) -> Contender:
+    """The same requests without a server, in a process of its own."""
+    code = "import sys\nfrom acceptance import server_peer\nserver_peer.engine_loop(*sys.argv[1:])\n"
+    process, _ = _started([sys.executable, "-c", code, str(path), spec], lambda line: line)
+
+    def ask(name: str, tokens: int) -> tuple[float, float]:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(json.dumps([name, tokens]) + "\n")
+        process.stdin.flush()
+        speed, first = json.loads(process.stdout.readline())
+        return speed, first
+
+    return Contender(process, ask)
 
 
 def _started(command: list[str], read: Any) -> tuple[subprocess.Popen[str], str]:
@@ -103,7 +190,7 @@ def _started(command: list[str], read: Any) -> tuple[subprocess.Popen[str], str]
         stderr=subprocess.DEVNULL,
         text=True,
         cwd=ROOT,
-        env={**command_environment(), "OMP_NUM_THREADS": ""},
+        env={**command_environment(), "OMP_NUM_THREADS": str(THREADS)},
     )
     assert process.stdout is not None
     for line in process.stdout:
@@ -113,86 +200,82 @@ def _started(command: list[str], read: Any) -> tuple[subprocess.Popen[str], str]
     raise RuntimeError(f"{command[:4]} ended with {process.wait()}")
 
 
+def processor_seconds(pid: int) -> float:
+    """Of all threads of a process, since it began."""
+    line = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    fields = line.rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def _prompt(stream: int, name: str) -> str:
     return f"Run {name}, stream {stream}: tell a long story of a lighthouse keeper and number {stream * 31}."
 
 
 async def _streams(address: str, name: str, tokens: int) -> tuple[float, float]:
-    """Tokens per second of all streams together, and the median time to the first token."""
-    import httpx2
+    """Tokens per second of all streams together, and the median time to the first token.
 
-    firsts: list[float] = []
-    counts: list[int] = []
+    The client reads bytes and little else: it shares the processor with what is measured.
+    """
+    host, _, port = address.removeprefix("http://").rpartition(":")
 
-    async def ask(client: Any, stream: int) -> None:
-        body = {
-            "messages": [{"role": "user", "content": _prompt(stream, name)}],
-            "max_tokens": tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        begin, first = time.monotonic(), None
-        async with client.stream("POST", "/v1/chat/completions", json=body) as response:
-            assert response.status_code == 200, await response.aread()
-            async for line in response.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                chunk = json.loads(line[6:])
-                if chunk.get("usage"):
-                    counts.append(chunk["usage"]["completion_tokens"])
-                if first is None and any(c["delta"].get("content") for c in chunk["choices"]):
-                    first = time.monotonic() - begin
-        firsts.append(first or 0.0)
+    async def ask(stream: int) -> tuple[float, int]:
+        body = json.dumps(
+            {
+                "messages": [{"role": "user", "content": _prompt(stream, name)}],
+                "max_tokens": tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+        ).encode()
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        begin, first, data = time.monotonic(), None, bytearray()
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(head.encode() + body)
+        while found := await reader.read(1 << 16):
+            data += found
+            if first is None and FIRST_TEXT.search(data):
+                first = time.monotonic() - begin
+        writer.close()
+        counts = COMPLETION_TOKENS.findall(data)
+        if first is None or not counts or int(counts[-1]) != tokens:
+            raise RuntimeError(f"{address}: not {tokens} tokens: {bytes(data[-400:])!r}")
+        return first, int(counts[-1])
 
     begin = time.monotonic()
-    async with httpx2.AsyncClient(base_url=address, timeout=600) as client:
-        await asyncio.gather(*(ask(client, stream) for stream in range(STREAMS)))
+    answers = await asyncio.gather(*(ask(stream) for stream in range(STREAMS)))
     spent = time.monotonic() - begin
-    assert counts == [tokens] * STREAMS, counts
-    return sum(counts) / spent, statistics.median(firsts)
+    return sum(count for _, count in answers) / spent, statistics.median(first for first, _ in answers)
 
 
-def _engine_alone(path: Path, threads: int) -> float:
-    """Tokens per second of the same requests without a server, in a process of its own."""
-    code = (
-        "import sys, time, json\n"
-        "from acceptance import server_peer\n"
-        "print(json.dumps(server_peer.engine_speed(sys.argv[1], int(sys.argv[2]))))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(path), str(threads)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**command_environment(), "OMP_NUM_THREADS": ""},
-        check=True,
-    )
-    return float(json.loads(done.stdout.splitlines()[-1]))
-
-
-def engine_speed(path: str, threads: int) -> float:
-    """Tokens per second of the engine stepping through all streams' requests at once."""
+def engine_loop(path: str, spec: str) -> None:
+    """Answers lines of [name, tokens] with [tokens per second, time to first token] of all streams' requests,
+    stepped at once."""
     from edgellm.chat.request import build_request, chat_encoder
     from edgellm.cli.runtime import load_runtime
     from edgellm.config import EngineConfig
     from edgellm.contracts import ChatMessage, SamplingParams
 
-    runtime = load_runtime(EngineConfig(threads=threads, ctx=8192).resolve(environ={}), Path(path), MODEL)
+    settings = EngineConfig(threads=THREADS, ctx=8192, spec=spec).resolve(environ={})
+    runtime = load_runtime(settings, Path(path), MODEL)
     encoder, _ = chat_encoder(runtime.tokenizer, runtime.load_templates(), model_name=MODEL)
-
-    def once(name: str, tokens: int) -> float:
+    print("ready", flush=True)
+    for line in sys.stdin:
+        name, tokens = json.loads(line)
         begin = time.monotonic()
         for stream in range(STREAMS):
             messages = [ChatMessage("user", _prompt(stream, name))]
             sampling = SamplingParams(temperature=0.0, max_new_tokens=tokens, ignore_eos=True)
             built = build_request(encoder, messages, sampling, context_length=8192)
             runtime.core.submit(built.request)
+        firsts: dict[str, float] = {}
         count = 0
         while runtime.core.has_work():
-            count += sum(len(event.token_ids) for event in runtime.core.step())
-        return count / (time.monotonic() - begin)
-
-    once("warm", 4)
-    return once("0", TOKENS)
+            for event in runtime.core.step():
+                count += len(event.token_ids)
+                if event.token_ids:
+                    firsts.setdefault(event.request_id, time.monotonic() - begin)
+        speed = count / (time.monotonic() - begin)
+        print(json.dumps([speed, statistics.median(firsts.values())]), flush=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from edgellm.contracts import EngineStats, FinishReason, GenerationEngine, GenerationRequest, TokenEvent
-from edgellm.engine.event_queue import EventQueue
+from edgellm.engine.event_queue import EventQueue, wake
 from edgellm.engine.stats import as_of
 from edgellm_models.errors import EdgeLLMError, EngineError
 
@@ -219,23 +219,30 @@ class AsyncEngine:
         for command in commands:
             command()
         if self._engine.has_work():
-            for event in self._engine.step():
-                self._deliver(event)
+            self._deliver(self._engine.step())
         return not (closing and not self._engine.has_work())
 
-    def _deliver(self, event: TokenEvent) -> None:
-        with self._changed:
-            queue = self._queues.get(event.request_id)
-            if queue is None:
-                return
-            if event.finish_reason is not None:
-                samples = self._samples[event.request_id]
-                samples.discard(event.sample)
-                if not samples:
-                    del self._queues[event.request_id], self._samples[event.request_id]
-        queue.put(event)
-        if queue.reader_gone:
-            self.cancel(event.request_id)
+    def _deliver(self, events: Sequence[TokenEvent]) -> None:
+        """Hands the events of a step to their readers, then wakes these all at once."""
+        asleep: list[EventQueue] = []
+        gone: set[str] = set()
+        for event in events:
+            with self._changed:
+                queue = self._queues.get(event.request_id)
+                if queue is None:
+                    continue
+                if event.finish_reason is not None:
+                    samples = self._samples[event.request_id]
+                    samples.discard(event.sample)
+                    if not samples:
+                        del self._queues[event.request_id], self._samples[event.request_id]
+            if queue.add(event):
+                asleep.append(queue)
+            if queue.reader_gone:
+                gone.add(event.request_id)
+        wake(asleep)
+        for request_id in gone:
+            self.cancel(request_id)
 
     def _fail(self, reason: str) -> None:
         with self._changed:

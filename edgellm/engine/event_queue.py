@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import replace
 
 from edgellm.contracts import TokenEvent
@@ -71,19 +72,20 @@ class EventQueue:
         """The reader's loop is closed: nobody will ever read this."""
 
     def put(self, event: TokenEvent) -> None:
-        """Called by the engine thread; never blocks on the reader."""
+        """``add`` and ``wake``."""
+        if self.add(event):
+            wake([self])
+
+    def add(self, event: TokenEvent) -> bool:
+        """Called by the engine thread; never blocks on the reader. Whether the reader must be woken."""
         with self._lock:
             full = len(self._pending) >= self._max_pending
             if not (full and self._pending[-1].add(event)):
                 self._pending.append(MergedEvents(event))
-            wake, self._wake_sent = not self._wake_sent, True
+            asleep, self._wake_sent = not self._wake_sent, True
         if self._loop.is_closed():
             self.reader_gone = True
-        elif wake:
-            try:
-                self._loop.call_soon_threadsafe(self._arrived.set)
-            except RuntimeError:  # closed between the two
-                self.reader_gone = True
+        return asleep and not self.reader_gone
 
     async def get(self) -> TokenEvent | None:
         """The next event; None after the last sample's last one."""
@@ -99,3 +101,22 @@ class EventQueue:
                 self._arrived.clear()
                 self._wake_sent = False
             await self._arrived.wait()
+
+
+def wake(queues: Iterable[EventQueue]) -> None:
+    """Wakes the readers of what was added, each loop once: a call from another thread costs a system call,
+    after which the loop would run before the rest is told."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[EventQueue]] = {}
+    for queue in queues:
+        by_loop.setdefault(queue._loop, []).append(queue)
+    for loop, readers in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_arrive, readers)
+        except RuntimeError:  # closed meanwhile
+            for queue in readers:
+                queue.reader_gone = True
+
+
+def _arrive(queues: Iterable[EventQueue]) -> None:
+    for queue in queues:
+        queue._arrived.set()

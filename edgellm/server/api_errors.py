@@ -98,5 +98,7 @@ def api_error(error: EdgeLLMError, param: str | None = None) -> ApiError:
 
 def to_json(value: Any) -> bytes:
     """UTF-8 JSON. Half a surrogate pair, which UTF-8 has no form for, stays the escape that it came as."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.encode("utf-8", "backslashreplace")
+    return _JSON.encode(value).encode("utf-8", "backslashreplace")
+
+
+_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))

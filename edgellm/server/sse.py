@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -57,27 +58,41 @@ class EventStream:
             (b"x-accel-buffering", b"no"),
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        waiting: asyncio.Future[bytes] | None = None
+        line = _Line(send)
+        # One task for the whole stream: a timer around each wait would cost more than the event.
+        pinging = asyncio.create_task(line.ping())
         try:
-            while True:
-                waiting = waiting or asyncio.ensure_future(anext(self._events))
-                await asyncio.wait({waiting}, timeout=PING_S)
-                if not waiting.done():
-                    await send({"type": "http.response.body", "body": b": ping\n\n", "more_body": True})
-                    continue
-                try:
-                    data = waiting.result()
-                except StopAsyncIteration:
-                    break
-                waiting = None
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            async for data in self._events:
+                await line.put(data)
         finally:
-            if waiting is not None:
-                await _end(waiting)
+            await _end(pinging)
             close = getattr(self._events, "aclose", None)
             if close is not None:
                 await close()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class _Line:
+    """The body of a stream. What is sent comes whole, one after the other."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._turn = asyncio.Lock()
+        self._sent_at = time.monotonic()
+
+    async def put(self, data: bytes) -> None:
+        async with self._turn:
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+            self._sent_at = time.monotonic()
+
+    async def ping(self) -> None:
+        """Sends a comment whenever nothing else was sent for a while, until it is cancelled."""
+        while True:
+            quiet_s = time.monotonic() - self._sent_at
+            if quiet_s >= PING_S:
+                await self.put(b": ping\n\n")
+            else:
+                await asyncio.sleep(PING_S - quiet_s)
 
 
 def event(value: Any, name: str | None = None) -> bytes:

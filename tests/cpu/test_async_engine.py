@@ -16,7 +16,7 @@ from edgellm.cache.sequence_blocks import GroupLayout
 from edgellm.contracts import FinishReason, GenerationRequest, SamplingParams, TokenEvent
 from edgellm.engine.async_engine import AsyncEngine, TokenStream
 from edgellm.engine.engine import Engine
-from edgellm.engine.event_queue import MAX_PENDING, EventQueue, MergedEvents
+from edgellm.engine.event_queue import MAX_PENDING, EventQueue, MergedEvents, wake
 from edgellm_models.errors import BadInputError, EngineError, Notice
 from edgellm_models.tokenizer.stream_decoder import StreamDecoder
 from tests.support.fake_engine import ByteTokenizer, FakeAnswer, FakeEngine, FakeRunner
@@ -168,6 +168,37 @@ def test_a_reader_that_never_reads_costs_the_engine_nothing_per_waiting_event() 
         assert len(got) == MAX_PENDING
         assert [token_id for event in got for token_id in event.token_ids] == list(range(200_000))
         assert sum(len(event.text) for event in got) == 400_000
+
+    run(test)
+
+
+def test_a_step_wakes_a_loop_once_however_many_answers_it_brought(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        loop = asyncio.get_running_loop()
+        woken: list[Any] = []
+
+        def call(callback: Any, *arguments: Any) -> None:
+            woken.append(callback)
+            loop.call_soon(callback, *arguments)
+
+        monkeypatch.setattr(loop, "call_soon_threadsafe", call)
+        queues = [EventQueue(loop, num_samples=1) for _ in range(8)]
+        for turn in range(3):
+            woken.clear()
+            event = TokenEvent("r", token_ids=(turn,))
+            wake([queue for queue in queues if queue.add(event)])
+            assert len(woken) == 1
+            assert not queues[0].add(event), "woken already"
+            for number, queue in enumerate(queues):
+                for _ in range(1 + (number == 0)):
+                    got = await asyncio.wait_for(queue.get(), 10)
+                    assert got is not None and got.token_ids == (turn,)
+            # Only a reader that found nothing sleeps again.
+            waiting = [asyncio.create_task(queue.get()) for queue in queues]
+            await asyncio.sleep(0)
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
 
     run(test)
 
