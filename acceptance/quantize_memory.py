@@ -6,6 +6,8 @@ random: memory does not depend on them.
 EDGELLM_MEMORY_SCALE   1 is the 8B shape (about 20 minutes a format on two cores); 4 is a fourth of each width
 EDGELLM_MEMORY_LAYERS  blocks of the second measurement (default: 12)
 EDGELLM_MEMORY_FORMATS gguf,gptq,awq (default: all)
+EDGELLM_MEMORY_TOKENS  tokens of calibration (default: 8192); fewer make the residual streams smaller only
+EDGELLM_MEMORY_PARTS   blocks,growth,limit (default: all)
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,7 +26,9 @@ from typing import Any
 from acceptance.harness import ROOT, Figure
 
 LIMIT = 8 << 30
-TOKENS, LENGTH = 8192, 512
+LENGTH = 512
+KEPT = 0.8
+"""Of the peak without a limit: what is allowed then."""
 FORMATS: dict[str, dict[str, Any]] = {
     "gguf": {"format": "gguf", "type": "Q4_K_M"},
     "gptq": {"format": "gptq", "group_size": 128},
@@ -50,14 +55,26 @@ def make_model(folder: Path, scale: int, layers: int, vocab: int) -> Path:
     )
 
 
-def in_child(source: Path, folder: Path, recipe: dict[str, Any]) -> dict[str, Any]:
+def calibration_tokens() -> int:
+    return int(os.environ.get("EDGELLM_MEMORY_TOKENS", "8192"))
+
+
+def in_child(
+    source: Path, folder: Path, recipe: dict[str, Any], max_memory: int | None = None
+) -> dict[str, Any]:
     """Quantize in another process; its peaks in bytes: in all, and as each block began."""
     words = Path(folder) / "text.txt"
     draw = random.Random(0)
-    text = " ".join(draw.choice(("the keeper", "of light", "counted", "17 ships")) for _ in range(4 * TOKENS))
+    text = " ".join(
+        draw.choice(("the keeper", "of light", "counted", "17 ships"))
+        for _ in range(4 * calibration_tokens())
+    )
     words.write_text(text, encoding="utf-8")
     out = folder / f"out-{recipe['format']}"
-    job = {"source": str(source), "out": str(out), "recipe": recipe, "text": str(words)}
+    job: dict[str, Any] = {"source": str(source), "out": str(out), "recipe": recipe, "text": str(words)}
+    job["max_memory"] = max_memory
+    shutil.rmtree(out, ignore_errors=True)
+    out.unlink(missing_ok=True)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run(
         [sys.executable, "-m", "acceptance.quantize_memory", json.dumps(job)],
@@ -85,44 +102,70 @@ def child(job: dict[str, Any]) -> None:
             Path(job["source"]),
             Path(job["out"]),
             QuantizeRecipe(**job["recipe"]),
-            CalibrationSpec("file", Path(job["text"]), samples=TOKENS // LENGTH, sequence_length=LENGTH),
+            CalibrationSpec(
+                "file", Path(job["text"]), samples=calibration_tokens() // LENGTH, sequence_length=LENGTH
+            ),
+            max_memory=job["max_memory"],
             on_progress=on_progress,
         )
     )
     peak = peak_memory()
-    print(json.dumps({"peak": peak, "by_block": list(peaks.values()), "seconds": report.seconds}))
+    notices = sorted({notice.kind for notice in report.notices})
+    found = {"peak": peak, "by_block": list(peaks.values()), "seconds": report.seconds, "notices": notices}
+    print(json.dumps(found))
 
 
 def run() -> Iterator[Figure]:
     scale = int(os.environ.get("EDGELLM_MEMORY_SCALE", "1"))
     layers = int(os.environ.get("EDGELLM_MEMORY_LAYERS", "12"))
     formats = os.environ.get("EDGELLM_MEMORY_FORMATS", ",".join(FORMATS)).split(",")
+    parts = os.environ.get("EDGELLM_MEMORY_PARTS", "blocks,growth,limit").split(",")
+    tokens = calibration_tokens()
     sizes = "" if scale == 1 else f" (each width over {scale})"
+    sizes += "" if tokens == 8192 else f" ({tokens} calibration tokens)"
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        source = make_model(folder / "wide", scale, 2, 128_256 // scale)
-        for form in formats:
-            found = in_child(source, folder, FORMATS[form])
-            yield Figure(
-                f"peak memory, two blocks of an 8B shape and its embedding to {form}{sizes}",
-                found["peak"] / 2**30,
-                "GiB",
-                "at most 8 GiB",
-                found["peak"] <= LIMIT,
-                detail=found,
-            )
-        source = make_model(folder / "deep", 4, layers, 4096)
-        for form in formats:
-            found = in_child(source, folder, FORMATS[form])
-            third, last = found["by_block"][3], found["by_block"][layers]
-            yield Figure(
-                f"peak after block {layers} over that after block 3, {form}",
-                last / third,
-                "",
-                "at most 1.1",
-                last <= 1.1 * third,
-                detail=found,
-            )
+        if "blocks" in parts:
+            source = make_model(folder / "wide", scale, 2, 128_256 // scale)
+            for form in formats:
+                found = in_child(source, folder, FORMATS[form])
+                yield Figure(
+                    f"peak memory, two blocks of an 8B shape and its embedding to {form}{sizes}",
+                    found["peak"] / 2**30,
+                    "GiB",
+                    "at most 8 GiB",
+                    found["peak"] <= LIMIT,
+                    detail=found,
+                )
+        if {"growth", "limit"} & set(parts):
+            source = make_model(folder / "deep", 4, layers, 4096)
+            for form in formats:
+                yield from _many_blocks(source, folder, form, layers, "limit" in parts)
+
+
+def _many_blocks(source: Path, folder: Path, form: str, layers: int, limit: bool) -> Iterator[Figure]:
+    found = in_child(source, folder, FORMATS[form])
+    third, last = found["by_block"][3], found["by_block"][layers]
+    yield Figure(
+        f"peak after block {layers} over that after block 3, {form}",
+        last / third,
+        "",
+        "at most 1.1",
+        last <= 1.1 * third,
+        detail=found,
+    )
+    if not limit:
+        return
+    allowed = int(KEPT * found["peak"])
+    held = in_child(source, folder, FORMATS[form], allowed)
+    yield Figure(
+        f"peak over --max-memory of {KEPT:g} of the peak without, {form}",
+        held["peak"] / allowed,
+        "",
+        "at most 1",
+        held["peak"] <= allowed,
+        detail=held | {"max_memory": allowed},
+    )
 
 
 if __name__ == "__main__":

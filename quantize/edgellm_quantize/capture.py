@@ -26,7 +26,9 @@ STAGE_STEMS = {
 """The linears that share each input, by canonical stem."""
 _MOST_KEPT_BYTES = 320 << 20
 _STRIPS = 6
-"""Strips of a Hessian's rows that are summed from the diagonal on: 58% of the work of the whole square."""
+"""Strips of a Hessian's rows, which are summed from the diagonal on only ..."""
+HESSIAN_SHARE = (_STRIPS + 1) / (2 * _STRIPS)
+"""... and so much of the whole square's work is left."""
 _LEAST_STRIP = 192
 
 

@@ -42,6 +42,8 @@ def core_seconds(
     ``probes`` holds each kind of grid in the plan, weights f32 [n, K] of a tensor that gets it (they are
     rounded to learn how long that takes), and how many weights in all get it.
     """
+    from edgellm_quantize.capture import HESSIAN_SHARE, keeps_activated
+
     feedback = plan.method != "rtn"
     streams = 2 if feedback and plan.asymmetric_share else 1
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -49,10 +51,11 @@ def core_seconds(
     shapes = ((q + 2 * kv, hidden), (hidden, q), (2 * ffn, hidden), (hidden, ffn))
     flops = streams * 4.0 * tokens * sequence_length * q  # attention
     for number, (n, k) in enumerate(shapes):
-        # Gate and up run twice: for the input of down, and to leave the layer.
-        flops += streams * 2.0 * tokens * n * k * (2 if number == 2 else 1)
+        # Gate and up run for the input of down, and again to leave the layer where that is not kept.
+        again = number == 2 and not keeps_activated(tokens, ffn)
+        flops += streams * 2.0 * tokens * n * k * (2 if again else 1)
         if feedback:
-            flops += streams * 2.0 * tokens * k * k
+            flops += (streams - 1 + HESSIAN_SHARE) * 2.0 * tokens * k * k
             flops += (streams * 4 / 3) * k**3 * (2 if k <= 4096 else 1)
             flops += 2.0 * n * k * k * (2 + streams + 2 * plan.options.descent_passes)
     searching = sum(count * _search_seconds(grid, rows, plan) for grid, rows, count in probes)
