@@ -112,10 +112,10 @@ SETTINGS = (
         "spec",
         "choice",
         "Speculative decoding: tokens are looked up in what was said before and verified several at a time, "
-        "always (ngram), where it pays (auto) or never (off); the text is the same.",
+        "always (ngram), where it pays (auto) or never (off); skip drafts by the model without some of its "
+        "layers instead, auto where `edgellm bench spec` found that it pays; the text is the same.",
         "auto",
-        ("auto", "off", "ngram"),
-        ("skip",),
+        ("auto", "off", "ngram", "skip"),
     ),
     Setting("draft", "choice", "Draft model for speculative decoding.", planned=("*",)),
     Setting(

@@ -148,7 +148,12 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     ),
     # Pure: ids, lengths and times; what computes is given to it.
     "edgellm.speculative": (
-        {"edgellm.contracts", "edgellm.planning.speculation", "edgellm_models.errors"},
+        {
+            "edgellm.contracts",
+            "edgellm.planning.speculation",
+            "edgellm_models.errors",
+            "edgellm_models.network.sub_layers",
+        },
         set(),
     ),
     "edgellm.speculative.acceptance": (set(), set()),
@@ -168,6 +173,19 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
             "edgellm.cache",
             "edgellm.speculative.acceptance",
             "edgellm_models.errors",
+            "edgellm_models.network",
+            "edgellm_kernels.ops",
+            "edgellm_kernels.batch",
+        },
+        {"torch"},
+    ),
+    # Measures for the calibration, whose figures it hands over.
+    "edgellm.runner.skip_probe": (
+        {
+            "edgellm.contracts",
+            "edgellm.cache.kv_storage",
+            "edgellm.runner",
+            "edgellm.speculative.calibration",
             "edgellm_models.network",
             "edgellm_kernels.ops",
             "edgellm_kernels.batch",

@@ -22,6 +22,7 @@ from edgellm_models.errors import BadInputError, ConfigError, Notice, ResourceEr
 
 if TYPE_CHECKING:
     from edgellm.cache.kv_storage import KVType
+    from edgellm.cli.layer_skip import LayerSkip
     from edgellm.client.local_client import LocalClient
     from edgellm.config import ResolvedConfig
     from edgellm.engine.async_engine import AsyncEngine
@@ -77,6 +78,8 @@ class Runtime:
     """Threads that compute."""
     embedding: Callable[[Sequence[int]], Embedding] | None = field(default=None, repr=False)
     """Starts the embedding of a text (runner/embedder.py)."""
+    layer_skip: LayerSkip | None = field(default=None, repr=False)
+    """Drafting by layers, under ``--spec auto`` and ``skip``."""
     _service: AsyncEngine | None = field(default=None, repr=False)
 
     @property
@@ -149,8 +152,11 @@ def load_runtime(
         group_layouts,
     )
     from edgellm.cache.prefix_index import cache_key
+    from edgellm.cli.layer_skip import FOLDER as SKIP_FOLDER
+    from edgellm.cli.layer_skip import LayerSkip
     from edgellm.engine.engine import MAX_RUNNING, PREFILL_CHUNK, Engine
     from edgellm.engine.stats import StatsRecorder
+    from edgellm.locations import Locations
     from edgellm.runner.embedder import Embedding
     from edgellm.runner.model_runner import ModelRunner
     from edgellm.runner.step_program import StepProgram, choose_program
@@ -260,10 +266,18 @@ def load_runtime(
             kernel_backend=decoder.kernels.chosen["linear"],
         ),
     )
+    threads = num_threads() if isinstance(program, StepProgram) else torch.get_num_threads()
+    layer_skip = None
+    if speculator is not None and resolved.spec in ("auto", "skip"):
+        layer_skip = LayerSkip(
+            program, kv, tokenizer, path, threads, device, runner, speculator, resolved.spec == "skip"
+        )
+        notice_of_skip = layer_skip.load(Locations.from_environment().cache / SKIP_FOLDER)
+        if notice_of_skip is not None:
+            tell(notice_of_skip)
     info = describe(checkpoint, spec, name, context)
     sampling_defaults = load_sampling_defaults(path, checkpoint.file_format, checkpoint.metadata)
     times = LoadTimes(imported - begin, time.monotonic() - imported)
-    threads = num_threads() if isinstance(program, StepProgram) else torch.get_num_threads()
     _LOG.info(
         "device %s, %d threads, KV cache %s, context %d; kernels: %s",
         device,
@@ -288,6 +302,7 @@ def load_runtime(
         kv_read_bytes=partial(_kv_read_bytes, spec, kv),
         embedding=partial(Embedding, decoder, device=device),
         num_threads=threads,
+        layer_skip=layer_skip,
     )
 
 

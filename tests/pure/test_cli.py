@@ -163,7 +163,7 @@ def test_the_settings_of_the_shared_options_exist() -> None:
 def test_options_that_are_not_in_this_version_are_refused_by_name() -> None:
     for option, value in [
         ("--draft", "x"),
-        ("--spec", "skip"),
+        ("--kv-dtype", "fp8"),
     ]:
         shown = run_edgellm("config", "show", option, value)
         assert shown.returncode == 2 and "not in this version" in shown.stderr and option in shown.stderr

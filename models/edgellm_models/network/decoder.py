@@ -97,6 +97,15 @@ class Decoder:
         with torch.no_grad():
             return self._run(batch, kv, skipped)
 
+    def sub_layer_changes(self, batch: ForwardBatch, kv: Sequence[KVStorage]) -> dict[tuple[str, int], float]:
+        """By ("attention" or "feed_forward", layer) the mean over the batch's tokens of
+        |h_l - h_(l-1)| / |h_(l-1)|, h being the residual stream; the last feed-forward is left out."""
+        changes: list[float] = []
+        with torch.no_grad():
+            self._run(batch, kv, SkippedSubLayers(), changes)
+        kinds = ("attention", "feed_forward")
+        return {(kinds[index % 2], index // 2): value for index, value in enumerate(changes)}
+
     def logits(self, rows: LastRows) -> torch.Tensor:
         """Logits f32 [rows, vocab]."""
         spec, kernels = self.spec, self.kernels
@@ -122,7 +131,14 @@ class Decoder:
             )
             return prepared.values.float()
 
-    def _run(self, batch: ForwardBatch, kv: Sequence[KVStorage], skipped: SkippedSubLayers) -> LastRows:
+    def _run(
+        self,
+        batch: ForwardBatch,
+        kv: Sequence[KVStorage],
+        skipped: SkippedSubLayers,
+        changes: list[float] | None = None,
+    ) -> LastRows:
+        """``changes`` takes what each sub-layer changes of the residual stream, in order, but the last."""
         spec, kernels = self.spec, self.kernels
         groups = tuple(
             GroupState(
@@ -142,9 +158,12 @@ class Decoder:
         for index, layer in enumerate(self.weights.layers):
             group, index_in_group = self._places[index]
             if index not in skipped.attention:
+                before = None if changes is None or x is None else residual.clone()
                 prepared, residual = kernels.add_rms_norm(
                     x, residual, layer.attn_norm, spec.rms_eps, post_norm
                 )
+                if changes is not None and before is not None:
+                    changes.append(_relative_change(before, residual))
                 x = attention(
                     prepared,
                     layer,
@@ -157,13 +176,21 @@ class Decoder:
                 )
                 post_norm = layer.post_attention_norm
             if index not in skipped.feed_forward:
+                before = None if changes is None or x is None else residual.clone()
                 prepared, residual = kernels.add_rms_norm(
                     x, residual, layer.ffn_norm, spec.rms_eps, post_norm
                 )
+                if changes is not None and before is not None:
+                    changes.append(_relative_change(before, residual))
                 x = feed_forward(prepared, layer, spec, kernels)
                 post_norm = layer.post_ffn_norm
         assert x is not None
         return LastRows(x[batch.logit_rows], residual[batch.logit_rows])
+
+
+def _relative_change(before: torch.Tensor, after: torch.Tensor) -> float:
+    """Mean over rows [tokens, hidden] of |after - before| / |before|."""
+    return float(((after - before).norm(dim=-1) / before.norm(dim=-1).clamp_min(1e-30)).mean())
 
 
 def _weight_bytes(weights: DecoderWeights) -> int:
