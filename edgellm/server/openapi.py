@@ -78,6 +78,7 @@ SHARED: dict[str, Any] = {
     "grammar": either(
         TEXT, fields(("text",), kind=words(*(kind.value for kind in ConstraintKind)), text=TEXT)
     ),
+    "cache_prompt": FLAG,
     "cache_salt": TEXT,
     "prompt_cache_key": TEXT,
     "prediction": fields(("content",), type=words("content"), content=either(TEXT, listed(OBJECT))),

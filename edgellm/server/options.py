@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -44,6 +45,7 @@ SHARED_FIELDS = SAMPLING_FIELDS | frozenset(
         "stream_options",
         "max_tokens",
         "grammar",
+        "cache_prompt",
         "cache_salt",
         "prompt_cache_key",
         "prediction",
@@ -137,10 +139,12 @@ def read_options(
     stream_options = fields.object("stream_options")
     if stream_options is not None and not stream:
         raise bad_field("stream_options", "stream_options is for streams; set stream to true")
-    if fields.integer("min_tokens", 0, MAX_TOKENS, 0):
-        raise bad_field("min_tokens", "min_tokens above 0 is not supported", "unsupported_parameter")
+    sampling, constraint = _sampling(fields, defaults, max_tokens), _constraint(fields)
+    _check_min_tokens(fields, sampling, constrained=constraint is not None or fields.has("tools"))
     kv_policy, kv_keep = _kv(fields)
     salt = fields.text("cache_salt")
+    if not fields.boolean("cache_prompt", True):  # llama.cpp's word for computing a prompt anew
+        salt = uuid.uuid4().hex
     fields.text("prompt_cache_key")  # routes requests at OpenAI; here all share one cache
     speculative = fields.object("speculative")
     speculate = True
@@ -149,12 +153,12 @@ def read_options(
         speculative.integer("max", 0, 64)
     return Options(
         model=fields.text("model"),
-        sampling=_sampling(fields, defaults, max_tokens),
+        sampling=sampling,
         n=fields.integer("n", 1, MAX_SAMPLES, 1) or 1,
         stream=stream,
         include_usage=stream_options.boolean("include_usage") if stream_options is not None else False,
         logprobs=logprobs,
-        constraint=_constraint(fields),
+        constraint=constraint,
         cache_salt=salt,
         prediction=_prediction(fields),
         speculate=speculate,
@@ -210,6 +214,23 @@ def _sampling(fields: Fields, defaults: SamplingParams, max_tokens: int | None) 
     except BadInputError as error:
         name = str(error).split(" ", 1)[0]
         raise bad_field("max_tokens" if name == "max_new_tokens" else name, str(error)) from None
+
+
+def _check_min_tokens(fields: Fields, sampling: SamplingParams, *, constrained: bool) -> None:
+    """``min_tokens`` is honoured where nothing could end the answer before its limit, as benchmarks ask."""
+    least = fields.integer("min_tokens", 0, MAX_TOKENS, 0) or 0
+    if not least:
+        return
+    most = sampling.max_new_tokens
+    if most is not None and least > most:
+        raise bad_field("min_tokens", f"min_tokens is {least} and max_tokens {most}; it cannot be more")
+    if constrained or sampling.stop or sampling.stop_token_ids or not sampling.ignore_eos:
+        raise bad_field(
+            "min_tokens",
+            "min_tokens needs ignore_eos, and no stop, stop_token_ids, response_format, grammar or tools: "
+            "those end an answer earlier",
+            "unsupported_parameter",
+        )
 
 
 def _logit_bias(fields: Fields) -> dict[int, float]:

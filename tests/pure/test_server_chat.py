@@ -191,6 +191,9 @@ def test_stop_strings_end_an_answer_and_are_not_shown(stop: Any) -> None:
         ({"audio": {}}, "audio"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"min_tokens": 5}, "min_tokens"),
+        ({"min_tokens": 5, "ignore_eos": True, "stop": "x"}, "min_tokens"),
+        ({"min_tokens": 5, "ignore_eos": True, "tools": TOOLS}, "min_tokens"),
+        ({"min_tokens": 5, "ignore_eos": True, "max_tokens": 4}, "min_tokens"),
         ({"kv": {"policy": "random"}}, "kv.policy"),
         ({"kv": {"policy": "stop", "budget": 5}}, "kv.budget"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
@@ -248,6 +251,15 @@ def test_every_supported_field_reaches_the_engine() -> None:
     assert read_chat(chat_body(), SamplingParams(top_k=50)).options.sampling.top_k == 50
     assert read_chat(chat_body(truncation="auto"), SamplingParams()).options.kv_policy == "trim"
     assert not options.warnings and set(body) <= CHAT_FIELDS | HARMLESS
+
+
+def test_a_benchmark_gets_the_tokens_it_asks_for_and_no_cache_where_it_wants_none() -> None:
+    with serving(lambda: scripted_model(says("ab"))) as found:
+        asked = chat_body(min_tokens=9, max_tokens=9, ignore_eos=True)
+        for cached, fields in ((0, {}), (20, {}), (0, {"cache_prompt": False}), (20, {"cache_prompt": True})):
+            usage = post(found, {**asked, **fields}).json()["usage"]
+            assert usage["completion_tokens"] == 9
+            assert usage["prompt_tokens_details"]["cached_tokens"] == cached
 
 
 def test_models_by_name(running: Running) -> None:
