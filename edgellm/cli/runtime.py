@@ -181,6 +181,12 @@ def load_runtime(
         torch.set_num_threads(resolved.threads)
         set_threads(resolved.threads)
     device = _device(resolved.device)
+    if device == "cuda":
+        from edgellm.cli.kernel_cache import use_kernel_cache
+
+        cache_notice = use_kernel_cache(Locations.from_environment().cache)
+        if cache_notice is not None:
+            tell(cache_notice)
     checkpoint = open_checkpoint(path)
     _LOG.info(
         "opened %s: %s, %s, %d tensors, %d bytes",
@@ -232,6 +238,20 @@ def load_runtime(
         host_kv=host_storage,
         spec_rule=resolved.spec_rule,
     )
+    if device == "cuda":  # on the CPU nothing is compiled at run time
+        from edgellm.engine.warm_up import warm_up
+
+        steps = warm_up(
+            runner,
+            tokenizer,
+            KVManager(groups, BLOCK_SIZE, enable_prefix_cache=False, has_tail=kv.has_tail),
+            vocab_size=spec.vocab_size,
+            context_length=context if kept is None else min(context, kept),
+            prefill_chunk=chunk,
+            heads_per_kv_head=spec.num_heads // spec.num_kv_heads,
+            max_running=at_once,
+        )
+        _LOG.info("kernels were compiled and warmed up in %d steps", steps)
     core = Engine(
         runner,
         tokenizer,
