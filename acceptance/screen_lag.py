@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import os
 import statistics
 import sys
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from collections.abc import Iterator
 
 from acceptance.harness import Figure, record
 from edgellm_tui.app import EdgeChat
@@ -88,44 +87,40 @@ def cost_between(cost: list[tuple[int, float]], first: int, last: int) -> float:
     return (used_after - used_before) / max(1, end - begin)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=20_000)
-    parser.add_argument("--rate", type=float, default=300.0)
-    parser.add_argument("--no-record", action="store_true")
-    options = parser.parse_args()
-    late, own, cost = asyncio.run(stream(options.tokens, options.rate, (120, 40)))
+def figures(tokens: int = 20_000, rate: float = 300.0) -> Iterator[Figure]:
+    late, own, cost = asyncio.run(stream(tokens, rate, (120, 40)))
     p99 = statistics.quantiles(late, n=100)[98]
     own_p99 = statistics.quantiles(own, n=100)[98]
-    n = options.tokens
-    early = cost_between(cost, n // 20, n // 20 + n // 10)
-    end = cost_between(cost, n - n // 10, n)
+    early = cost_between(cost, tokens // 20, tokens // 20 + tokens // 10)
+    end = cost_between(cost, tokens - tokens // 10, tokens)
     load = {
-        "tokens": n,
-        "rate": options.rate,
-        "own_p99_ms": own_p99 * 1000,
+        "tokens": tokens,
+        "rate": rate,
         "median_ms": statistics.median(late) * 1000,
         "max_ms": max(late) * 1000,
+        "load": os.getloadavg()[0],
     }
-    figures = [
-        Figure(
-            "screen: event loop late, p99", round(p99 * 1000, 1), "ms", "under 50 ms", p99 < 0.05, detail=load
-        ),
-        Figure(
-            "screen: cost per token, end of the answer to its beginning",
-            round(end / early, 2),
-            "ratio",
-            "under 2",
-            end / early < 2,
-            detail={"early_us": early * 1e6, "end_us": end * 1e6},
-        ),
-    ]
-    if options.no_record:
-        for figure in figures:
-            print(figure)
-        return 0
-    return 0 if record("screen_lag", figures) else 1
+    name = "screen: event loop late, p99"
+    yield Figure(name, round(p99 * 1000, 1), "ms", "under 50 ms", p99 < 0.05, detail=load)
+    # What other processes do to a busy machine is not in this one.
+    yield Figure(
+        "screen: processor time of the screen between two turns of its loop, p99",
+        round(own_p99 * 1000, 1), "ms", "under 50 ms", own_p99 < 0.05, detail={"max_ms": max(own) * 1000},
+    )  # fmt: skip
+    yield Figure(
+        "screen: cost per token, end of the answer to its beginning",
+        round(end / early, 2), "ratio", "under 2", end / early < 2,
+        detail={"early_us": early * 1e6, "end_us": end * 1e6},
+    )  # fmt: skip
+
+
+def run() -> Iterator[Figure]:
+    yield from figures()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=20_000)
+    parser.add_argument("--rate", type=float, default=300.0)
+    options = parser.parse_args()
+    sys.exit(0 if record("screen_lag", figures(options.tokens, options.rate), keep=False) else 1)

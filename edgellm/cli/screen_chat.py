@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from edgellm.cli.chat_session import ChatSession
     from edgellm.cli.runtime import OnNotice
     from edgellm.contracts import ChatBackend, SamplingParams
+    from edgellm_tui.app import WayOut
     from edgellm_tui.settings import ChatSettings
+
+INT8_SHARE = 0.3
+"""Bytes of an int8 cache, scales included, as a share of those of an f32 one, rounded up."""
 
 ATTACH_S = 20.0
 """How long a server that is ready may take to answer the first time."""
@@ -35,6 +39,7 @@ def run_screen(opening: Opening, session: ChatSession, system: str) -> int:
     app = EdgeChat(
         opener=_opener(opening, system),
         opener_for=lambda name: _opener(_other(opening, name), system),
+        ways_out=lambda: _ways_out(opening, system),
         model_name=opening.model.name if opening.model is not None else opening.resolved.model,
         notices=tuple(n for n in session.notices if store is None or n not in store.notices),
         library=LocalLibrary(ctx=opening.resolved.ctx),
@@ -162,6 +167,32 @@ def _tell_estimate(opening: Opening, on_notice: OnNotice) -> None:
         on_notice(Notice("memory_estimate", plan_lines(plan)[0]))
         if not plan.fits:
             on_notice(Notice("memory_short", f"that does not fit: {ways_out(plan)}"))
+
+
+def _ways_out(opening: Opening, system: str) -> list[WayOut]:
+    """With which settings a model fits that does not with those that were asked for."""
+    from edgellm.cli.model_library import LocalLibrary
+    from edgellm.config import FLAG
+    from edgellm_tui.app import WayOut
+
+    if opening.url is not None:
+        return []
+    plan = LocalLibrary(ctx=opening.resolved.ctx).plan(opening.model_argument)
+    room = plan.available_bytes - plan.weight_bytes - plan.workspace_bytes
+    ways = []
+
+    def way(label: str, **settings: object) -> None:
+        origins = dict(opening.resolved.origins) | dict.fromkeys(settings, FLAG)
+        resolved = replace(opening.resolved, origins=origins, **settings)  # type: ignore[arg-type]
+        ways.append(WayOut(label, _opener(replace(opening, resolved=resolved), system)))
+
+    # Half of what there is: other programs need memory too.
+    context = room // 2 // plan.kv_bytes_per_token // 256 * 256 if plan.kv_bytes_per_token > 0 else 0
+    if 256 <= context < plan.context:
+        way(f"take a context of {context:,} tokens instead of {plan.context:,}", ctx=context)
+    if opening.resolved.kv_dtype in ("auto", "f32") and plan.kv_bytes * INT8_SHARE < room:
+        way(f"keep the context of {plan.context:,} tokens, in 8 bits", kv_dtype="int8", ctx=plan.context)
+    return ways
 
 
 def serve_arguments(opening: Opening) -> list[str]:

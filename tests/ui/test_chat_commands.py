@@ -332,7 +332,8 @@ def test_model_picker_fetches_goes_on_warns_deletes_and_opens() -> None:
             assert isinstance(app.screen, ModelsScreen)
             await until(pilot, lambda: "gemma3-270m" in shown(app), "listed")
             page = shown(app)
-            assert "can be fetched" in page and "does not fit: 4.0 GB" in page and "fits: 107 MB" in page
+            assert "to fetch" in page and "too big" in page and "fits" in page
+            assert "= 107 MB of 2.0 GB" in page
             await pilot.press(*"big", "enter")
             await until(pilot, lambda: "It does not fit" in shown(app), "warned")
             await pilot.press("ctrl+d", "ctrl+d")

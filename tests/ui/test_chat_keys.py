@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from edgellm_models.errors import BadInputError, EngineError, Notice, ResourceError
-from edgellm_tui.app import EdgeChat
+from edgellm_tui.app import EdgeChat, WayOut
 from edgellm_tui.commands import COMMANDS, OTHER_KEYS
 from edgellm_tui.screens.chat import ChatScreen
 from edgellm_tui.screens.help import HelpScreen
@@ -18,6 +18,7 @@ from edgellm_tui.widgets.status_line import TopBar
 from edgellm_tui.widgets.transcript import ErrorLine, QuietLine, Transcript
 from tests.support.fake_backend import FailingOpener, FakeBackend, Script
 from tests.ui.screen_support import chat_app, chat_screen, prompt, replies, send, shown, status, until
+from tests.ui.test_chat_commands import Library
 
 WORDS = ["The ", "capital ", "of ", "France ", "is ", "Paris."]
 HELD = Script(pieces=WORDS, hold_after=3)
@@ -621,6 +622,52 @@ def test_a_model_that_cannot_be_opened_says_so_and_sets_the_exit_code() -> None:
     asyncio.run(scenario(ResourceError("needs 5 GB, 2 GB free; a way out"), 71))
     asyncio.run(scenario(BadInputError("bad magic; a way out"), 65))
     asyncio.run(scenario(RuntimeError("a way out"), 1))
+
+
+def test_where_memory_is_short_the_screen_offers_ways_out() -> None:
+    """A digit opens the model in the way that it stands for, Ctrl+O another model; nothing else does."""
+
+    async def scenario(key: str, expected: str) -> None:
+        opened: list[str] = []
+
+        def opener_of(name: str, error: Exception | None = None):  # type: ignore[no-untyped-def]
+            def opener(notice: object) -> FakeBackend:
+                opened.append(name)
+                if error is not None:
+                    raise error
+                return FakeBackend()
+
+            return opener
+
+        app = EdgeChat(
+            opener=opener_of("as asked", ResourceError("needs 5 GB, 2 GB are free")),
+            opener_for=opener_of,
+            library=Library(),
+            ways_out=lambda: [
+                WayOut("take a context of 2,048 tokens", opener_of("shorter")),
+                WayOut("keep the context, in 8 bits", opener_of("int8")),
+            ],
+            model_name="smollm2-135m",
+        )
+        async with app.run_test(size=(80, 24)) as pilot:
+            await until(pilot, lambda: "could not be opened" in shown(app), "the reason")
+            page = shown(app)
+            assert "1  take a context of 2,048 tokens" in page and "2  keep the context" in page
+            assert "Ctrl+O  take another model" in page
+            await pilot.press("3", "x")
+            assert opened == ["as asked"]
+            await pilot.press(key)
+            if key == "ctrl+o":
+                await until(pilot, lambda: "big-7b" in shown(app), "listed")
+                await pilot.press(*"smol", "enter")
+            await until(pilot, lambda: isinstance(app.screen, ChatScreen), "the chat")
+            assert opened == ["as asked", expected]
+            await pilot.press(*"12")
+            assert prompt(app).draft == "12"
+        assert app.return_code in (None, 0)
+
+    asyncio.run(scenario("2", "int8"))
+    asyncio.run(scenario("ctrl+o", "smollm2-135m"))
 
 
 def test_opening_shows_progress_and_then_the_chat_with_its_notices() -> None:

@@ -13,6 +13,7 @@ import pytest
 from edgellm_tui.app import EdgeChat
 from edgellm_tui.screens.chat import ChatScreen
 from edgellm_tui.screens.loading import LoadingScreen
+from edgellm_tui.widgets.prompt import MAX_BLINKS
 from tests.support.fake_backend import FakeBackend, Script
 from tests.ui.screen_support import burst, chat_screen, prompt, shown, status, until
 
@@ -189,5 +190,21 @@ def test_a_model_that_opens_behind_the_palette_is_shown() -> None:
             await until(pilot, lambda: isinstance(app.screen, ChatScreen), "chat")
             await pilot.press(*"hi")
             assert prompt(app).text == "hi"
+
+    asyncio.run(scenario())
+
+
+def test_the_cursor_stops_blinking_when_nobody_types() -> None:
+    """A chat at rest draws nothing; the next key makes the cursor blink again."""
+
+    async def scenario() -> None:
+        app = EdgeChat(FakeBackend())
+        async with app.run_test() as pilot:
+            field = prompt(app)
+            for _ in range(MAX_BLINKS + 1):
+                field._toggle_cursor_blink_visible()
+            assert field._cursor_visible and not field.blink_timer._active.is_set()
+            await pilot.press("a")
+            assert field.blink_timer._active.is_set() and field.draft == "a"
 
     asyncio.run(scenario())

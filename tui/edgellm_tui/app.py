@@ -7,7 +7,8 @@ import contextlib
 import contextvars
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -17,7 +18,7 @@ from textual.binding import Binding, BindingType
 from textual.screen import ModalScreen, Screen
 
 from edgellm.contracts import ChatBackend, ChatStore, ModelLibrary
-from edgellm_models.errors import EdgeLLMError, Notice, UsageError
+from edgellm_models.errors import EdgeLLMError, Notice, ResourceError, UsageError
 from edgellm_tui.commands import COMMANDS
 from edgellm_tui.messages import ReplyNotice
 from edgellm_tui.screens.chat import ChatScreen
@@ -39,6 +40,15 @@ that brings both, which is awaited in the screen's loop.
 """
 
 
+@dataclass(frozen=True)
+class WayOut:
+    """Another way to open a model that could not be opened."""
+
+    label: str
+    """What it does, as the screen offers it."""
+    opener: Opener
+
+
 class EdgeChat(App[int]):
     """A chat with a backend that is there, or that ``opener`` brings.
 
@@ -53,6 +63,8 @@ class EdgeChat(App[int]):
     VERTICAL_BREAKPOINTS = [(0, "-short"), (18, "-high")]  # noqa: RUF012 (declared by Textual)
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("ctrl+c", "interrupt", "Stop, copy or quit", show=False, priority=True),
+        Binding("ctrl+o", "other_model", "Another model", show=False),
+        *(Binding(str(n), f"way_out({n - 1})", "A way out", show=False) for n in range(1, 6)),
     ]
 
     def __init__(
@@ -67,9 +79,11 @@ class EdgeChat(App[int]):
         store: ChatStore | None = None,
         chat_id: str | None = None,
         opener_for: Callable[[str], Opener] | None = None,
+        ways_out: Callable[[], Sequence[WayOut]] | None = None,
     ) -> None:
         """``store`` None keeps chats no longer than the screen; ``chat_id`` is opened first. ``opener_for``
-        gives the opener of another model by its name."""
+        gives the opener of another model by its name, ``ways_out`` what to offer where there is too little
+        memory for the first one."""
         if (backend is None) == (opener is None):
             raise ValueError("EdgeChat needs a backend or an opener, and not both")
         super().__init__()
@@ -81,6 +95,9 @@ class EdgeChat(App[int]):
         self._store: ChatStore = store if store is not None else MemoryStore()
         self._first_chat = chat_id
         self._opener_for = opener_for
+        self._ways_out = ways_out
+        self._ways: Sequence[WayOut] = ()
+        """Those that are offered by now."""
         self._chat: ChatScreen | None = None
         self._notices = [*notices, *self._store.notices]
         self._failure_code = 0
@@ -132,7 +149,8 @@ class EdgeChat(App[int]):
                 if isinstance(opened, Coroutine):  # a client belongs to the loop that uses it
                     opened = asyncio.run_coroutine_threadsafe(opened, loop).result()
             except EdgeLLMError as error:
-                call(self._opening_failed, str(error), error.exit_code)
+                ways = self._find_ways() if isinstance(error, ResourceError) else ()
+                call(self._opening_failed, str(error), error.exit_code, ways)
             except Exception as error:  # Whatever it is, it belongs on the screen, not across it.
                 call(self._opening_failed, f"{type(error).__name__}: {error}", 1)
             else:
@@ -180,7 +198,15 @@ class EdgeChat(App[int]):
         elif self._chat is not None:
             self._chat.post_message(ReplyNotice(notice))
 
-    def _opening_failed(self, message: str, exit_code: int) -> None:
+    def _find_ways(self) -> Sequence[WayOut]:
+        if self._ways_out is None or self._chat is not None:
+            return ()
+        try:
+            return self._ways_out()
+        except EdgeLLMError:
+            return ()  # what is wrong has been said
+
+    def _opening_failed(self, message: str, exit_code: int, ways: Sequence[WayOut] = ()) -> None:
         self.opening = False
         if self._chat is not None:
             # The chat stays; without an engine, until one opens.
@@ -193,8 +219,41 @@ class EdgeChat(App[int]):
             return
         self._failure_code = exit_code
         self._held = None
+        self._ways = ways
         if self._loading is not None:
-            self._loading.fail(message)
+            others = self.library is not None and self._opener_for is not None
+            self._loading.fail(message, [way.label for way in ways], others=others)
+
+    def action_way_out(self, number: int) -> None:
+        if self._failure_code and number < len(self._ways):
+            self._open_otherwise(self._ways[number].opener, self._model_name)
+
+    def action_other_model(self) -> None:
+        if not self._failure_code or self.library is None or self._opener_for is None:
+            return
+        from edgellm_tui.screens.models import ModelsScreen
+
+        opener_for = self._opener_for
+
+        def picked(name: str | None) -> None:
+            if name is None:
+                return
+            try:
+                opener = opener_for(name)
+            except EdgeLLMError as error:
+                self._opening_failed(str(error), error.exit_code)
+            else:
+                self._open_otherwise(opener, name)
+
+        self.push_screen(ModelsScreen(self.library, self._model_name), picked)
+
+    def _open_otherwise(self, opener: Opener, name: str) -> None:
+        """Tries again where there is no chat yet."""
+        self._failure_code, self._ways, self._held = 0, (), []
+        self._opener, self._model_name = opener, name
+        self._loading = LoadingScreen(name)
+        self.switch_screen(self._loading)
+        self._open()
 
     def _opened(self, opened: Opened) -> None:
         self.opening = False

@@ -30,6 +30,15 @@ def why_no_drafts(notices: list[Notice]) -> str:
     return about[-1] if about else ""
 
 
+def drafting(stats: EngineStats, notices: list[Notice]) -> tuple[str, str]:
+    """What drafts, empty where nothing does, and why it does not just now."""
+    name, _, state = stats.draft_state.partition(": ")
+    if not state:
+        return "", why_no_drafts(notices)
+    why = state.removeprefix("not drafting").lstrip(": ") if state.startswith("not drafting") else ""
+    return name, why or (why_no_drafts(notices) if not stats.draft.proposed else "")
+
+
 def gather(
     progress: ReplyProgress | None,
     stats: EngineStats | None,
@@ -41,7 +50,7 @@ def gather(
     """While an answer is made its own figures, afterwards those of the engine for the whole of it."""
     stats = stats or EngineStats()
     length = model.context_length if model is not None else 0
-    off = why_no_drafts(notices)
+    drafter, off = drafting(stats, notices)
     if progress is not None:
         ttft = progress.ttft_s
         thought = progress.first_thought_at
@@ -61,12 +70,18 @@ def gather(
             context_length=length,
             draft=stats.draft,
             draft_off=off,
+            drafter=drafter,
             stats=stats,
             queue_position=progress.queue_position if progress.phase == "queued" else 0,
         )
     if finished is None:
         return Snapshot(
-            context_used=context_used, context_length=length, draft=stats.draft, draft_off=off, stats=stats
+            context_used=context_used,
+            context_length=length,
+            draft=stats.draft,
+            draft_off=off,
+            drafter=drafter,
+            stats=stats,
         )
     usage, timings = finished.usage, finished.timings
     draft = finished.draft if finished.draft.proposed else stats.draft
@@ -81,5 +96,6 @@ def gather(
         context_length=length,
         draft=draft if draft.proposed else DraftCounts(),
         draft_off=off,
+        drafter=drafter,
         stats=stats,
     )

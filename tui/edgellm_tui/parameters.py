@@ -24,22 +24,20 @@ class Parameter:
 
 
 PARAMETERS: tuple[Parameter, ...] = (
-    Parameter("temperature", "Temperature", "float", "0 always takes the most likely token", "temp"),
-    Parameter("top_p", "Top-p", "float", "likely tokens of this share together; 1 is off", "top-p"),
-    Parameter("top_k", "Top-k", "int", "so many of the likeliest; 0 is off", "top-k"),
-    Parameter("min_p", "Min-p", "float", "at least this share of the likeliest; 0 is off", "min-p"),
+    Parameter("temperature", "Temperature", "float", "0 always takes the likeliest word", "temp"),
+    Parameter("top_p", "Top-p", "float", "the likeliest, this share; 1: off", "top-p"),
+    Parameter("top_k", "Top-k", "int", "so many of the likeliest; 0: off", "top-k"),
+    Parameter("min_p", "Min-p", "float", "near the likeliest only; 0: off", "min-p"),
     Parameter(
         "repetition_penalty", "Repeat penalty", "float", "above 1 avoids what was said", "repeat_penalty"
     ),
-    Parameter("presence_penalty", "Presence penalty", "float", "against words that came already", "presence"),
+    Parameter("presence_penalty", "Presence penalty", "float", "against words already said", "presence"),
     Parameter(
         "frequency_penalty", "Frequency penalty", "float", "more so the oftener they came", "frequency"
     ),
-    Parameter(
-        "max_new_tokens", "Longest answer", "int", "tokens; empty is what the context holds", "max_tokens"
-    ),
-    Parameter("seed", "Seed", "int", "the same one repeats an answer; empty draws one"),
-    Parameter("stop", "Stop at", "words", "texts that end the answer, separated by commas"),
+    Parameter("max_new_tokens", "Longest answer", "int", "in tokens; empty: what fits", "max_tokens"),
+    Parameter("seed", "Seed", "int", "repeats an answer; empty: by chance"),
+    Parameter("stop", "Stop at", "words", "texts that end it, with commas"),
 )
 BY_NAME = {name: p for p in PARAMETERS for name in (p.name, p.short) if name}
 

@@ -53,7 +53,7 @@ HINT_S = 4.0
 PANEL_WIDTH = 110
 """From so many columns on the live panel has room beside the conversation."""
 
-IDLE_POLLS = 8
+IDLE_POLLS = 16
 """While nothing is written, one of so many polls is made."""
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import VerticalScroll
+from textual.containers import Horizontal, VerticalScroll
 from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Static
@@ -24,25 +24,23 @@ def keys_of(command: Command, keymap: Mapping[str, str]) -> str:
     return safe_line(keymap[command.name]) if command.name in keymap else command.shown
 
 
-def rows(keymap: Mapping[str, str], *, narrow: bool) -> list[Content]:
-    """The page, line by line, by groups."""
-    lines: list[Content] = []
+def rows(keymap: Mapping[str, str], *, narrow: bool) -> list[tuple[Content, str]]:
+    """The page by groups: what stands left, and what it does; a heading does nothing."""
+    lines: list[tuple[Content, str]] = []
 
     def row(keys: str, slash: str, does: str) -> None:
         if narrow:
-            name = keys or slash
-            lines.append(Content.assemble((f"{name:<11}", "bold $primary"), does))
+            head = Content.styled(f"{keys or slash:<12}", "bold $primary")
         else:
-            lines.append(
-                Content.assemble(
-                    (f"{keys:<{KEY_CELLS}}", "bold $primary"), (f"{slash:<{SLASH_CELLS}}", "$secondary"), does
-                )
+            head = Content.assemble(
+                (f"{keys:<{KEY_CELLS}}", "bold $primary"), (f"{slash:<{SLASH_CELLS}}", "$secondary")
             )
+        lines.append((head, does))
 
     def heading(text: str) -> None:
         if lines:
-            lines.append(Content(""))
-        lines.append(Content.styled(text, "bold"))
+            lines.append((Content(" "), ""))
+        lines.append((Content.styled(text, "bold"), ""))
 
     heading("Writing")
     for keys, does in OTHER_KEYS:
@@ -53,10 +51,8 @@ def rows(keymap: Mapping[str, str], *, narrow: bool) -> list[Content]:
             if command.group == group:
                 slash = f"/{command.slash[0]} {command.argument}".strip() if command.slash else ""
                 row(keys_of(command, keymap), slash, command.does)
-    lines += [
-        Content(""),
-        Content.assemble(("//", "bold $secondary"), "  sends a message that begins with a slash"),
-    ]
+    lines.append((Content(" "), ""))
+    row("//", "", "sends a message that begins with a slash")
     return lines
 
 
@@ -75,5 +71,9 @@ class HelpScreen(ModalScreen[None]):
         with VerticalScroll(classes="sheet help") as column:
             column.border_title = "Keys and commands"
             column.border_subtitle = "↑ ↓ scroll · Esc closes"
-            for line in rows(self._keymap, narrow=self.app.size.width < 70):
-                yield Static(line, classes="help-row")
+            for head, does in rows(self._keymap, narrow=self.app.size.width < 70):
+                # What goes on over several lines stays in its column.
+                with Horizontal(classes="help-row"):
+                    yield Static(head, classes="help-keys")
+                    if does:
+                        yield Static(does, markup=False, classes="help-does")

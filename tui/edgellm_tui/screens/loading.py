@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from textual.app import ComposeResult
+from textual.content import Content
 from textual.screen import Screen
 from textual.widgets import Static
 
@@ -43,9 +45,15 @@ class LoadingScreen(Screen[None]):
         """A line about what is happening."""
         self.query_one("#opening", Static).update(f"Opening {self._model_name}\n{safe_line(text)}")
 
-    def fail(self, error: str) -> None:
-        """Shows why there will be no chat."""
+    def fail(self, error: str, ways: Sequence[str] = (), *, others: bool = False) -> None:
+        """Shows why there is no chat, and the keys that may lead to one: a digit for each of ``ways``, and
+        Ctrl+O where there may be ``others``."""
         self._failed = True
         self.add_class("-failed")
         self.query_one("#opening", Static).update(f"✗ {self._model_name} could not be opened")
-        self.query_one("#detail", Static).update(f"{safe_text(error)}\n\nCtrl+Q leaves")
+        keys = [(str(number), way) for number, way in enumerate(ways, 1)]
+        keys += [("Ctrl+O", "take another model")] if others else []
+        keys.append(("Ctrl+Q", "leave"))
+        cells = max(len(does) for _, does in keys)
+        lines = [Content.assemble((f"{key:>6}", "bold $primary"), f"  {does:<{cells}}") for key, does in keys]
+        self.query_one("#detail", Static).update(Content("\n").join([safe_text(error), "", *lines]))

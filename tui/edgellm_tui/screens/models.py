@@ -23,15 +23,18 @@ from edgellm_tui.live import bytes_text
 from edgellm_tui.terminal_text import safe_line
 from edgellm_tui.widgets.figures import count_text, meter, parameters_text, rate_text
 
+ONE_LINE_CELLS = 66
+"""From so many cells on a model takes one line of the list, else two."""
+
+TWO_LINES_CELLS = 44
+"""Under so many cells these say its size only, not its form."""
+
 
 def fits_text(plan: MemoryPlan | None) -> tuple[str, str]:
-    """Whether a model fits, and the style for it."""
+    """Whether a model fits, in a word, and the style for it; the figures stand below the list."""
     if plan is None or not plan.available_bytes:
-        return "size not known", "dim"
-    need, have = bytes_text(plan.total_bytes), bytes_text(plan.available_bytes)
-    if plan.fits:
-        return f"fits: {need} of {have}", "$success"
-    return f"does not fit: {need}, {have} free", "$error"
+        return "?", "dim"
+    return ("fits", "$success") if plan.fits else ("too big", "$error")
 
 
 def plan_lines(plan: MemoryPlan) -> list[str]:
@@ -91,7 +94,7 @@ class ModelsScreen(ModalScreen[str | None]):
     def compose(self) -> ComposeResult:
         with Vertical(classes="sheet picker") as sheet:
             sheet.border_title = "Models"
-            yield Input(placeholder="Filter, or hf:owner/repo to fetch another", compact=True)
+            yield Input(placeholder="Filter, or hf:owner/repo", compact=True)
             yield OptionList(compact=True)
             yield Static("", markup=False, id="estimate", classes="picker-line")
             yield Static("", markup=False, id="line", classes="picker-line")
@@ -140,21 +143,30 @@ class ModelsScreen(ModalScreen[str | None]):
         self._estimate()
 
     def _row(self, model: ModelInfo) -> Content:
-        mark = "● " if model.name == self._current else ("  " if model.path else "↓ ")
+        mark = "● " if model.name == self._current else "  "
         facts = [
-            parameters_text(model.parameters),
-            safe_line(model.quantization),
-            bytes_text(model.file_bytes) if model.file_bytes else "",
-            "here" if model.path else "can be fetched",
+            f"{parameters_text(model.parameters):>5}",
+            f"{safe_line(model.quantization):<15}",
+            f"{bytes_text(model.file_bytes) if model.file_bytes else '':>8}",
+            f"{'here' if model.path else 'to fetch':<8}",
         ]
         fits, style = fits_text(self._plans.get(model.name))
+        name = safe_line(model.name)
+        cells = self.query_one(OptionList).content_size.width
+        wide = cells >= ONE_LINE_CELLS
+        if not wide:
+            facts = [fact.strip() for fact in facts[0 if cells >= TWO_LINES_CELLS else 2 :] if fact.strip()]
         return Content.assemble(
             (mark, "$primary"),
-            (f"{safe_line(model.name):<18} ", "bold"),
-            (" · ".join(fact for fact in facts if fact), "dim"),
+            # One that is longer than its column moves its own figures only.
+            (f"{name:<16}  " if wide else f"{name}\n    ", "bold"),
+            ("  ".join(facts) if wide else " · ".join(facts), "dim"),
             "  ",
             (fits, style),
         )
+
+    def on_resize(self) -> None:
+        self.call_after_refresh(self._fill)
 
     @on(OptionList.OptionHighlighted)
     def _estimate(self) -> None:

@@ -16,6 +16,9 @@ from edgellm_tui.terminal_text import grapheme_starts, safe_text
 
 MAX_REMEMBERED_PROMPTS = 200
 
+MAX_BLINKS = 20
+"""So often the cursor changes after the last key; then it stays."""
+
 PASTE_GAP_S = 0.1
 """Text that follows an Enter sooner than this was pasted, not typed."""
 
@@ -81,6 +84,9 @@ class ChatPrompt(TextArea):
             super().__init__()
             self.where = where
 
+    _blinks = 0
+    """Changes of the cursor since the last key."""
+
     def __init__(self, *, judge: Callable[[str], Verdict], placeholder: str = "") -> None:
         super().__init__(
             soft_wrap=True,
@@ -132,6 +138,18 @@ class ChatPrompt(TextArea):
         """Puts a text that was taken but cannot be sent before what has been written since."""
         draft = self.draft
         self.replace_text(f"{text}\n{draft}" if draft else text)
+
+    def _restart_blink(self) -> None:
+        self._blinks = 0
+        super()._restart_blink()
+
+    def _toggle_cursor_blink_visible(self) -> None:
+        # Each change is drawn: a chat that nobody touches must cost next to nothing.
+        self._blinks += 1
+        if self._blinks > MAX_BLINKS:
+            self._pause_blink(visible=True)
+        else:
+            super()._toggle_cursor_blink_visible()
 
     async def _on_key(self, event: events.Key) -> None:
         if event.key == "enter":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from textual.content import Content
 from textual.reactive import reactive
@@ -19,7 +19,7 @@ from edgellm_tui.live import (
 )
 from edgellm_tui.terminal_text import safe_line
 from edgellm_tui.widgets.figures import count_text, meter, rate_text, seconds_text
-from edgellm_tui.widgets.status_line import CONTEXT_STYLES
+from edgellm_tui.widgets.status_line import CONTEXT_STYLES, Part, fit
 
 STATE_STYLES = {
     "used": "$primary",
@@ -30,6 +30,8 @@ STATE_STYLES = {
 }
 WIDE_CELLS = 30
 MAP_ROWS = 4
+SHORT_LINES = 2
+"""Of the strip, in a window with few lines."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Snapshot:
     draft: DraftCounts = field(default_factory=DraftCounts)
     draft_off: str = ""
     """Why nothing is drafted, where that is known."""
+    drafter: str = ""
+    """What drafts."""
     stats: EngineStats = field(default_factory=EngineStats)
     queue_position: int = 0
 
@@ -81,14 +85,16 @@ def _draft_text(snap: Snapshot) -> str:
     return f"{count_text(snap.draft.accepted)} of {count_text(snap.draft.proposed)} ({share:.0%})"
 
 
-def _draft_rows(snap: Snapshot) -> list[Content]:
+def _draft_rows(snap: Snapshot, cells: int) -> list[Content]:
     draft = snap.draft
-    share, per_step = acceptance(draft.accepted, draft.proposed), tokens_per_step(draft.accepted, draft.steps)
-    if share is None or per_step is None:
-        return [_row("drafts", _draft_text(snap))] + (
-            [Content.styled(safe_line(snap.draft_off), "dim italic")] if snap.draft_off else []
-        )
-    return [_row("drafts", _draft_text(snap)), _row("per step", f"{per_step:.2f} tokens")]
+    rows = [_row("drafted by", safe_line(snap.drafter))] if snap.drafter else []
+    rows.append(_row("drafts", _draft_text(snap)))
+    per_step = tokens_per_step(draft.accepted, draft.steps)
+    if acceptance(draft.accepted, draft.proposed) is not None and per_step is not None:
+        rows.append(_row("per step", f"{per_step:.2f} tokens"))
+    if snap.draft_off:
+        rows += [line.stylize("dim italic") for line in Content(safe_line(snap.draft_off)).wrap(cells)]
+    return rows
 
 
 def _map(snap: Snapshot, cells: int, rows: int) -> list[Content]:
@@ -144,13 +150,13 @@ def wide_lines(snap: Snapshot, history: History, cells: int) -> list[Content]:
         ]
     grid = _map(snap, cells, MAP_ROWS)
     if grid:
-        lines += [Content(""), Content.styled("KV blocks", head), *grid]
+        lines += [Content(""), Content.styled("Cache", head), *grid]
         legend = _map_legend(snap)
         for at in range(0, len(legend), 2):
             pair = legend[at : at + 2]
             left = pair[0].pad_right(max(0, cells // 2 - pair[0].cell_length))
             lines.append(Content.assemble(left, *pair[1:]))
-    lines += [Content(""), Content.styled("Engine", head), *_draft_rows(snap)]
+    lines += [Content(""), Content.styled("Engine", head), *_draft_rows(snap, cells)]
     stats = snap.stats
     if stats.weight_bytes:
         lines.append(_row("weights", bytes_text(stats.weight_bytes)))
@@ -166,35 +172,39 @@ def wide_lines(snap: Snapshot, history: History, cells: int) -> list[Content]:
 
 
 def narrow_lines(snap: Snapshot, history: History, cells: int) -> list[Content]:
-    """The panel as a strip above the prompt: the same figures in few lines, cut where there is no room."""
-    rates = "  ".join(f"{name} {value}" for name, value in _rates(snap))
-    speed = Content.assemble((history.line(max(8, cells // 4)), "$primary"), "  ", rates)
+    """The panel as a strip above the prompt: the same figures in few lines; what has no room is left out,
+    the least important first."""
+    now, answer = (f"{name} {value}" for name, value in _rates(snap))
+    speed = [Part(Content(now)), Part(Content(answer), 2)]
     if snap.ttft_s is not None:
-        speed = Content.assemble(speed, "  ", ("first token ", "dim"), seconds_text(snap.ttft_s))
-    read = f"read {count_text(snap.prefill_done)} / {count_text(snap.prefill_total)}"
-    prompt = Content.assemble(read, (f", {count_text(snap.prefill_cached)} from cache", "dim"))
+        speed.append(Part(Content.assemble(("first token ", "dim"), seconds_text(snap.ttft_s)), 3))
+    spark = Part(Content.styled(history.line(max(8, cells // 4)), "$primary"), 1)
+    prompt: list[Part] = []
     if snap.context_length:
         style = CONTEXT_STYLES[context_level(snap.context_used, snap.context_length)]
         share = snap.context_used / snap.context_length
-        prompt = Content.assemble((f"context {share:.0%}  ", style), prompt)
-    lines = [speed, prompt]
+        prompt.append(Part(Content.styled(f"context {share:.0%}", style)))
+    read = f"read {count_text(snap.prefill_done)} / {count_text(snap.prefill_total)}"
+    prompt.append(Part(Content(read), 1))
+    prompt.append(Part(Content.styled(f"{count_text(snap.prefill_cached)} from cache", "dim"), 2))
+    lines = [fit([*speed, spark], [], cells, gap="  "), fit(prompt, [], cells, gap="  ")]
     grid = _map(snap, max(8, cells // 3), 1)
     if grid:
-        lines.append(Content("  ").join([grid[0], *_map_legend(snap)]))
-    lines.append(
-        Content("  ").join(
-            [
-                Content(f"drafts {_draft_text(snap)}"),
-                Content.styled(
-                    f"weights {bytes_text(snap.stats.weight_bytes)}  "
-                    f"cache {bytes_text(snap.stats.kv_bytes)}  "
-                    f"{snap.stats.running} running, {snap.stats.waiting} waiting",
-                    "dim",
-                ),
-            ]
-        )
-    )
-    return [line.truncate(cells, ellipsis=True) for line in lines]
+        # What was evicted is told before what is free.
+        legend = [Part(entry, rank) for entry, rank in zip(_map_legend(snap), (1, 3, 4, 5, 2), strict=False)]
+        lines.append(fit([Part(grid[0]), *legend], [], cells, gap="  "))
+    stats = snap.stats
+    engine = [
+        Part(Content(f"drafts {_draft_text(snap)}"), 1),
+        Part(Content.styled(f"weights {bytes_text(stats.weight_bytes)}", "dim"), 3),
+        Part(Content.styled(f"cache {bytes_text(stats.kv_bytes)}", "dim"), 2),
+        Part(Content.styled(f"{stats.running} running, {stats.waiting} waiting", "dim"), 4),
+    ]
+    return [*lines, fit(engine, [], cells, gap="  ")]
+
+
+def _timeless(snapshot: Snapshot) -> Snapshot:
+    return replace(snapshot, stats=replace(snapshot.stats, time=1.0 if snapshot.stats.time else 0.0))
 
 
 class StatsPanel(Widget):
@@ -210,13 +220,15 @@ class StatsPanel(Widget):
         """``sample``: an answer is being written, so that its rate belongs into the sparkline."""
         if sample:
             self.history.add(snapshot.now or 0.0)
+        same = not sample and _timeless(snapshot) == _timeless(self.snapshot)
         self.set_reactive(StatsPanel.snapshot, snapshot)
-        if self.display:
+        if self.display and not same:  # at rest nothing is drawn
             self.refresh()
 
     def render(self) -> Content:
         cells = max(8, self.content_size.width)
-        lines = narrow_lines if self.has_class("-strip") else wide_lines
-        return Content("\n").join(
-            line.truncate(cells, ellipsis=True) for line in lines(self.snapshot, self.history, cells)
-        )
+        strip = self.has_class("-strip")
+        lines = (narrow_lines if strip else wide_lines)(self.snapshot, self.history, cells)
+        if strip and self.screen.has_class("-short"):
+            lines = lines[:SHORT_LINES]
+        return Content("\n").join(line.truncate(cells, ellipsis=True) for line in lines)
