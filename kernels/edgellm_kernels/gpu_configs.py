@@ -52,6 +52,11 @@ def configurations(gpu: str = "") -> Mapping[str, Mapping[str, int]]:
     return found
 
 
+def sizes_of(found: Mapping[str, Mapping[str, int]], kernel: str, form: str) -> Mapping[str, int]:
+    """The launch sizes of a kernel for one form of weights: those of "kernel form" go before "kernel"."""
+    return {**found[kernel], **found.get(f"{kernel} {form}", {})}
+
+
 @dataclass(frozen=True)
 class AttentionTile:
     """How a program of the paged attention is cut."""
@@ -77,8 +82,8 @@ def attention_tile(rows: int, head_dim: int, quantized: bool, exact: bool) -> At
         return AttentionTile(16, 16, 4, 1, "tf32x3")
     few = 16 if rows <= 16 else 32
     if head_dim > 128:
-        # NOTE: with eight warps ptxas takes 128 registers on sm_86 and spills.
-        return AttentionTile(few, 16, 4, 2)
+        # NOTE: of 32 rows ptxas spills with eight warps on sm_86, and over int8 pages with four on sm_90.
+        return AttentionTile(few, 16, 8 if quantized and few == 32 else 4, 2)
     if rows > 32:
         return AttentionTile(64, 32, 8, 2)
     if head_dim > 64 or few == 32:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from edgellm_kernels import linear_torch
-from edgellm_kernels.gpu_configs import configurations, kernel_for_rows, splits_of_k
+from edgellm_kernels.gpu_configs import configurations, kernel_for_rows, sizes_of, splits_of_k
 from edgellm_kernels.operands import Prepared
 from edgellm_kernels.planes_triton import decode, decode_lanes, gpu_name, plane_arguments, take
 from edgellm_kernels.weights import (
@@ -208,7 +208,7 @@ def _gemv(
     x: torch.Tensor, weight: PlaneWeight, out: torch.Tensor, add: torch.Tensor | None, activation: str
 ) -> None:
     planes, constants = plane_arguments(weight)
-    sizes = configurations(gpu_name(x.device))["gemv"]
+    sizes = sizes_of(configurations(gpu_name(x.device)), "gemv", weight.form)
     n = weight.out_features // 2 if activation else weight.out_features
     gemv_kernel[(triton.cdiv(n, sizes["rows"]),)](
         x=x,
@@ -241,7 +241,7 @@ def _dot(
     half = dtype != torch.float32
     # Three tf32 products need more registers than one in f16.
     name = "dot16_f32" if kernel == "dot16" and not half else kernel
-    sizes = configurations(gpu_name(x.device))[name]
+    sizes = sizes_of(configurations(gpu_name(x.device)), name, weight.form)
     tokens, n = out.shape
     factors = x
     if half:

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from edgellm_kernels.gpu_configs import attention_tile, configurations
+from edgellm_kernels.gpu_configs import attention_tile, configurations, sizes_of
 from edgellm_kernels.gpu_layouts import FORMS
 from edgellm_kernels.weights import BlockLayout, BlockQuantWeight, PlaneWeight, prepare
 from tests.support.cubins import SHARED_LIMITS, Compiled, compile_call
 from tests.support.native import random_rows
 
 CEILINGS = {
-    "gemv": {"Q4_0": 5.0, "Q4_1": 5.7, "INT4": 5.5, "Q8_0": 5.0, "Q4_K": 6.2, "Q5_0": 7.0, "Q5_1": 7.7,
+    "gemv": {"Q4_0": 5.0, "Q4_1": 5.7, "INT4": 5.5, "Q8_0": 5.0, "Q4_K": 6.2, "Q5_0": 7.0, "Q5_1": 8.1,
              "Q5_K": 8.4, "Q6_K": 7.2, "Q3_K": 7.7, "Q2_K": 7.5},
     "dot16": {"Q4_0": 7.0, "INT4": 7.5, "Q4_K": 8.0, "Q6_K": 9.5},
 }  # fmt: skip
@@ -85,7 +85,7 @@ def gemv_case(form: str, activation: int = 0) -> Case:
     from edgellm_kernels.planes_triton import plane_arguments
 
     planes, constants = plane_arguments(weight(form))
-    sizes = configurations()["gemv"]
+    sizes = sizes_of(configurations(), "gemv", form)
     x = torch.empty(4096)
     arguments = {
         "x": x, "bias": x, "add": x, "out": x, "n": 4096, **planes, **constants, "HAS_BIAS": False,
@@ -103,7 +103,8 @@ def dot_case(form: str, kernel: str, half: bool = True) -> Case:
     from edgellm_kernels.planes_triton import plane_arguments
 
     planes, constants = plane_arguments(weight(form))
-    sizes = configurations()["dot16_f32" if kernel == "dot16" and not half else kernel]
+    name = "dot16_f32" if kernel == "dot16" and not half else kernel
+    sizes = sizes_of(configurations(), name, form)
     x = torch.empty(4096, dtype=torch.float16 if half else torch.float32)
     f = torch.empty(4096)
     arguments = {
