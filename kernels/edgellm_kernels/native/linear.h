@@ -9,6 +9,7 @@
 
 #include "activations.h"
 #include "packed.h"
+#include "simd.h"
 
 namespace edgellm {
 
@@ -42,7 +43,8 @@ void integer_rows(const PackedWeight& weight, int64_t tile, int tiles, const Act
 void integer_panel(const PackedWeight& weight, int64_t tile, int tiles, const ActivationBlock* x, int64_t rows, float* sums);
 void exact_panel(const PackedWeight& weight, int64_t tile, int tiles, const float* x, int64_t rows, float* sums);
 
-constexpr int64_t kFewRows = 8;
+// Measured with AVX2 and with twice its registers: up to here unpacking again is cheaper than a detour through the cache.
+constexpr int64_t kFewRows = simd::kManyRegisters ? 24 : 8;
 constexpr int64_t kPanelRows = 64;
 constexpr int kPanelTiles = 2;
 constexpr int64_t kSumStride = kPanelTiles * kTileRows;

@@ -5,6 +5,8 @@
 #include "formats.h"
 #include "linear.h"
 
+#include <type_traits>
+
 namespace edgellm {
 
 using namespace simd;
@@ -31,6 +33,9 @@ template <int SPANS> inline int32_t offset_of(const ActivationBlock& x, int s, i
 
 constexpr int64_t kPrefetchBytes = 4096;  // ahead of the unit in use; past the end it is harmless
 
+// Into the second-level cache: the first waits for so few lines at once that memory would be read at half its speed.
+inline void fetch_ahead(const uint8_t* line) { __builtin_prefetch(line, 0, 2); }
+
 // ROWS rows of activations, `stride` blocks apart, times one tile: sums [row][kSumStride]. Codes go from memory to
 // the multiplications through registers, once for all rows.
 template <class T, int ROWS>
@@ -44,7 +49,7 @@ void multiply_tile(const uint8_t* unit, const ActivationBlock* x, int64_t stride
     const uint8_t* q = unit + T::kHeader;
     // While it works for several rows the processor does not look ahead far enough to hide the memory's latency.
     if constexpr (ROWS > 1)
-      for (int64_t line = 0; line < kUnitBytes<T>; line += 64) __builtin_prefetch(unit + kPrefetchBytes + line);
+      for (int64_t line = 0; line < kUnitBytes<T>; line += 64) fetch_ahead(unit + kPrefetchBytes + line);
 #pragma GCC unroll 1
     for (int b = 0; b < T::kUnit / 32; ++b, ++x, q += kCodeBytes<T::kBits>) {
       I32 product[ROWS][2];
@@ -79,54 +84,67 @@ void multiply_tile(const uint8_t* unit, const ActivationBlock* x, int64_t stride
   for (int r = 0; r < ROWS; ++r) store(sums + r * kSumStride, sum[r]);
 }
 
-// Four rows of activations times two tiles, straight from the units: a pair of activations serves both tiles, a code
+// Few rows of activations times two tiles, straight from the units: a pair of activations serves both tiles, a code
 // all rows.
 template <class T, int ROWS>
 void multiply_two_tiles(
     const uint8_t* first, const uint8_t* second, const ActivationBlock* x, int64_t stride, int64_t k, float* sums) {
-  constexpr int S = kSpans<T>;
+  constexpr int S = kSpans<T>, C = ROWS <= 2 ? 2 : 1;  // two rows: two integer sums each, for the adder's latency
   const uint8_t* unit[2] = {first, second};
   // The same place of the next two tiles: what lies nearer is this tile's rest, or the other's, on its way already.
   const int64_t pair = 2 * (second - first), ahead = pair > kPrefetchBytes ? pair : kPrefetchBytes;
+  constexpr bool kKeep = ROWS <= 4;  // more sums than registers: they wait in the caller's memory
   F32 sum[2][ROWS];
-  for (int t = 0; t < 2; ++t)
-    for (int r = 0; r < ROWS; ++r) sum[t][r] = zero();
+  for (int t = 0; t < 2; ++t) {
+    for (int r = 0; r < ROWS; ++r) {
+      sum[t][r] = zero();
+      if constexpr (!kKeep) store(sums + r * kSumStride + t * kTileRows, zero());
+    }
+  }
   for (int64_t u = 0; u < k / T::kUnit; ++u) {
     F32 scale[2][T::kUnit / T::kSpan], min[2][T::kUnit / T::kSpan];
     const uint8_t* q[2];
     for (int t = 0; t < 2; ++t) {
       T::scales(unit[t], scale[t], min[t]);
       q[t] = unit[t] + T::kHeader;
-      for (int64_t line = 0; line < kUnitBytes<T>; line += 64) __builtin_prefetch(unit[t] + ahead + line);
+      for (int64_t line = 0; line < kUnitBytes<T>; line += 64) fetch_ahead(unit[t] + ahead + line);
       unit[t] += kUnitBytes<T>;
     }
 #pragma GCC unroll 1
     for (int b = 0; b < T::kUnit / 32; ++b, ++x) {
 #pragma GCC unroll 2
       for (int s = 0; s < S; ++s) {
-        I32 product[2][ROWS];
-#pragma GCC unroll 4
+        I32 product[2][ROWS], other[2][ROWS];
+#pragma GCC unroll 8
         for (int r = 0; r < ROWS; ++r)
+          {
           product[0][r] = product[1][r] = splat_i32(T::kZero == 0 ? 0 : offset_of<S>(x[r * stride], s, T::kZero));
+          if constexpr (C == 2) other[0][r] = other[1][r] = splat_i32(0);
+        }
 #pragma GCC unroll 16
         for (int p = 16 / S * s; p < 16 / S * (s + 1); ++p) {
           const I16 codes[2] = {codes_at<T::kBits>(q[0], p), codes_at<T::kBits>(q[1], p)};
-#pragma GCC unroll 4
+#pragma GCC unroll 8
           for (int r = 0; r < ROWS; ++r) {
             const I16 pair = splat_pair(x[r * stride].q + 2 * p);
-            product[0][r] = dot_pairs(product[0][r], codes[0], pair);
-            product[1][r] = dot_pairs(product[1][r], codes[1], pair);
-            pin(product[0][r]);
-            pin(product[1][r]);
+            auto& into = C == 2 && p % 2 == 1 ? other : product;
+            into[0][r] = dot_pairs(into[0][r], codes[0], pair);
+            into[1][r] = dot_pairs(into[1][r], codes[1], pair);
+            pin(into[0][r]);
+            pin(into[1][r]);
           }
         }
 #pragma GCC unroll 2
         for (int t = 0; t < 2; ++t) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
           for (int r = 0; r < ROWS; ++r) {
             const ActivationBlock& row = x[r * stride];
-            sum[t][r] = add_product(sum[t][r], product[t][r], scale[t][b * S + s], row.scale);
-            if constexpr (T::kMin) sum[t][r] = fma(min[t][b * S + s], splat(sum_of<S>(row, s)), sum[t][r]);
+            const I32 total = C == 2 ? product[t][r] + other[t][r] : product[t][r];
+            F32 so_far = kKeep ? sum[t][r] : load(sums + r * kSumStride + t * kTileRows);
+            so_far = add_product(so_far, total, scale[t][b * S + s], row.scale);
+            if constexpr (T::kMin) so_far = fma(min[t][b * S + s], splat(sum_of<S>(row, s)), so_far);
+            if constexpr (kKeep) sum[t][r] = so_far;
+            else store(sums + r * kSumStride + t * kTileRows, so_far);
           }
         }
       }
@@ -134,8 +152,10 @@ void multiply_two_tiles(
       q[1] += kCodeBytes<T::kBits>;
     }
   }
-  for (int t = 0; t < 2; ++t)
-    for (int r = 0; r < ROWS; ++r) store(sums + r * kSumStride + t * kTileRows, sum[t][r]);
+  if constexpr (kKeep) {
+    for (int t = 0; t < 2; ++t)
+      for (int r = 0; r < ROWS; ++r) store(sums + r * kSumStride + t * kTileRows, sum[t][r]);
+  }
 }
 
 constexpr int kChunkBlocks = 16;  // of 32 weights: 512 along K, 16 KiB of codes for two tiles
@@ -146,8 +166,10 @@ struct Panel {
   alignas(64) float min[kPanelTiles][kChunkBlocks][2][8];
 };
 
-template <class T> void unpack(const uint8_t* unit, int blocks, int tile, Panel& panel) {
+// `ahead` bytes behind the unit lies the same place of the tiles that come next.
+template <class T> void unpack(const uint8_t* unit, int64_t ahead, int blocks, int tile, Panel& panel) {
   for (int first = 0; first < blocks; first += T::kUnit / 32, unit += kUnitBytes<T>) {
+    for (int64_t line = 0; line < kUnitBytes<T>; line += 64) fetch_ahead(unit + ahead + line);
     F32 scale[T::kUnit / T::kSpan], min[T::kUnit / T::kSpan];
     T::scales(unit, scale, min);
     const uint8_t* q = unit + T::kHeader;
@@ -222,14 +244,20 @@ void integer_rows(const PackedWeight& weight, int64_t tile, int tiles, const Act
   visit_format(weight.format, [&](auto type) {
     using T = decltype(type);
     int64_t done = 0;
-    for (; tiles == 2 && done + 4 <= rows; done += 4)
-      multiply_two_tiles<T, 4>(
-          weight.tile(tile), weight.tile(tile + 1), x + done * stride, stride, k, sums + done * kSumStride);
+    const auto both = [&](auto count) {
+      for (; tiles == 2 && done + count.value <= rows; done += count.value)
+        multiply_two_tiles<T, count.value>(
+            weight.tile(tile), weight.tile(tile + 1), x + done * stride, stride, k, sums + done * kSumStride);
+    };
+    // Bytes need no unpacking that eight rows could share, and twice four overlaps better with the memory.
+    if constexpr (kManyRegisters && T::kBits < 8) both(std::integral_constant<int, 8>{});
+    both(std::integral_constant<int, 4>{});
+    both(std::integral_constant<int, 3>{});
+    both(std::integral_constant<int, 2>{});
     for (int t = 0; t < tiles; ++t) {
       const uint8_t* data = weight.tile(tile + t);
       float* out = sums + t * kTileRows;
       int64_t r = done;
-      for (; r + 4 <= rows; r += 4) multiply_tile<T, 4>(data, x + r * stride, stride, k, out + r * kSumStride);
       for (; r + 2 <= rows; r += 2) multiply_tile<T, 2>(data, x + r * stride, stride, k, out + r * kSumStride);
       if (r < rows) multiply_tile<T, 1>(data, x + r * stride, stride, k, out + r * kSumStride);
     }
@@ -245,7 +273,8 @@ void integer_panel(const PackedWeight& weight, int64_t tile, int tiles, const Ac
     for (int64_t first = 0; first < blocks; first += kChunkBlocks) {
       const int count = static_cast<int>(blocks - first < kChunkBlocks ? blocks - first : kChunkBlocks);
       for (int t = 0; t < tiles; ++t)
-        unpack<T>(weight.tile(tile + t) + first * 32 / T::kUnit * kUnitBytes<T>, count, t, panel);
+        unpack<T>(
+            weight.tile(tile + t) + first * 32 / T::kUnit * kUnitBytes<T>, tiles * weight.tile_bytes(), count, t, panel);
       if (tiles == 2)
         multiply_rows<2, kSpans<T>, T::kMin>(panel, count, T::kZero, x + first, blocks, rows, sums);
       else

@@ -18,6 +18,12 @@ namespace edgellm::simd {
 
 constexpr int kLanes = 8;
 
+#ifdef EDGELLM_VNNI
+constexpr bool kManyRegisters = true;  // 32 in place of 16
+#else
+constexpr bool kManyRegisters = false;
+#endif
+
 #ifdef EDGELLM_AVX2
 
 struct F32 { __m256 v; };
