@@ -9,7 +9,7 @@ import pytest
 
 from edgellm.contracts import FinishReason, RequestTimings, SamplingParams
 from edgellm_tui.app import EdgeChat
-from edgellm_tui.screens import chat, chat_actions
+from edgellm_tui.screens import chat, conversation_actions, text_actions
 from edgellm_tui.widgets.status_line import TopBar
 from edgellm_tui.widgets.transcript import ErrorLine, Transcript
 from tests.support.fake_backend import FakeBackend, Script
@@ -56,7 +56,7 @@ def test_other_hints_outlive_the_answer_and_end_with_the_next_message() -> None:
 
 
 def test_a_hint_about_quitting_ends_when_it_is_no_longer_true(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_actions, "QUIT_WINDOW_S", 0.2)
+    monkeypatch.setattr(conversation_actions, "QUIT_WINDOW_S", 0.2)
 
     async def scenario() -> None:
         app = EdgeChat(FakeBackend())
@@ -200,7 +200,7 @@ def test_hints_fit_into_80_columns_and_speak_plainly(
         app = chat_app(FakeBackend(Script(pieces=["x"])), save_folder=folder)
         async with app.run_test(size=(80, 24)) as pilot:
             await send(pilot, app, "Hi")
-            monkeypatch.setattr(chat_actions.ChatActions, "_last_answer", "x" * 1_234_567)
+            monkeypatch.setattr(text_actions.TextActions, "_last_answer", "x" * 1_234_567)
             await send(pilot, app, command)
             await until(pilot, lambda: status(app).hint, "hint")
             line = shown(app).splitlines()[-1]
@@ -220,7 +220,7 @@ def test_an_answer_that_no_file_can_hold_leaves_no_file(
         app = chat_app(FakeBackend(), save_folder=tmp_path)
         async with app.run_test() as pilot:
             await send(pilot, app, "Hi")
-            monkeypatch.setattr(chat_actions.ChatActions, "_last_answer", "half \ud83d")
+            monkeypatch.setattr(text_actions.TextActions, "_last_answer", "half \ud83d")
             await send(pilot, app, "/save a.md")
             assert "Not saved" in status(app).hint
             assert list(tmp_path.iterdir()) == []

@@ -35,7 +35,9 @@ from edgellm_tui.messages import (
     ReplyStarted,
     StatsUpdated,
 )
-from edgellm_tui.screens.chat_actions import ChatActions
+from edgellm_tui.screens.conversation_actions import ConversationActions
+from edgellm_tui.screens.model_actions import ModelActions
+from edgellm_tui.screens.text_actions import TextActions
 from edgellm_tui.settings import ChatSettings
 from edgellm_tui.slash import SlashCommand, UnknownCommand, parse_slash
 from edgellm_tui.stream_worker import ReplyStream
@@ -57,7 +59,7 @@ IDLE_POLLS = 16
 """While nothing is written, one of so many polls is made."""
 
 
-class ChatScreen(ChatActions):
+class ChatScreen(ConversationActions, TextActions, ModelActions):
     """Transcript, prompt, two bars and the live panel."""
 
     BINDINGS: ClassVar[list[BindingType]] = [*bindings()]
