@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 FORMAT = "edgellm-kv"
-VERSION = "1"
+VERSION = "2"
 MAX_HEADER_BYTES = 8 << 20
 _CRC = '"crc32":"'
 _NAMES = {

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from edgellm_kernels import attention_torch
+from edgellm_kernels import attention_torch, rope_triton
 from edgellm_kernels.attention_plan_torch import TorchAttentionPlan
 from edgellm_kernels.batch import ForwardBatch, GroupTables, KVStorage
 from edgellm_kernels.gpu_configs import attention_tile
@@ -182,7 +182,7 @@ def paged_attention(
     dtype: torch.dtype = torch.float32,
 ) -> Prepared:
     """See ops.PagedAttention. int4 pages are read by torch; f32 compute takes three tf32 products for one."""
-    if kv.rotates_keys or kv.rotates_values:
+    if kv.has_int4:
         return attention_torch.paged_attention(q, kv, layer, tables, batch, scale, window, softcap, plan)
     tokens, num_heads, k_dim = q.shape
     keys, values = kv.keys[layer], kv.values[layer]
@@ -202,7 +202,7 @@ def paged_attention(
         parts = out.new_empty((splits, tokens, num_heads, v_dim))
         peaks, sums = out.new_empty((2, splits, tokens, num_heads))
     attention_kernel[(sequences, tiles, splits)](
-        q=q.float().contiguous(),
+        q=rope_triton.hadamard(q) if kv.rotates_keys else q.float().contiguous(),
         keys=keys,
         values=values,
         key_scales=keys if kv.key_scales is None else kv.key_scales[layer],

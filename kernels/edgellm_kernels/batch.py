@@ -4,13 +4,15 @@ Forms of stored KV, told by the pages' element type, for K and V each:
 
     f32, f16, bf16   [.., kv_heads, dim]
     int8             [.., kv_heads, dim] int8, a scale per position and head:  x = q * scale
+                     keys of 2^n elements:                                     H x = q * scale
     int4             [.., kv_heads, dim / 2] uint8, a scale per 32 elements:   H x = (q - 8) * scale
                      byte i holds element i (low nibble) and element i + dim / 2 (high nibble)
 
 Scales are f16 [.., kv_heads, scales] and lie at the same layer, block and slot as their data, so whatever
-moves a block moves both. int4 stores rotated rows: H is the orthonormal Hadamard matrix, which spreads
-outliers over the head. Queries are rotated alike, which leaves the scores as they are, and what was weighted
-from rotated values is rotated back (H is its own inverse).
+moves a block moves both. int4, and the keys of int8, are stored rotated: H is the orthonormal Hadamard
+matrix, which spreads outliers over the head, so that no element of it makes the steps of all others coarse.
+Queries are rotated alike, which leaves the scores as they are, and what was weighted from rotated values is
+rotated back (H is its own inverse). int8 values are as good without: their error is a tenth of the keys'.
 
 The tail of int4. A query at position p reads the first ``head`` positions of its sequence and the positions
 above p - 128 in bf16 (rotated), everything else from the pages: a rule of positions only, so neither the cut
@@ -164,11 +166,17 @@ class KVStorage:
     @property
     def rotates_keys(self) -> bool:
         """Keys are stored, and queries compared with them, in Hadamard space."""
-        return self.keys.dtype == torch.uint8
+        dim = self.keys.shape[4]
+        return self.keys.dtype == torch.uint8 or (self.keys.dtype == torch.int8 and dim & (dim - 1) == 0)
 
     @property
     def rotates_values(self) -> bool:
         return self.values.dtype == torch.uint8
+
+    @property
+    def has_int4(self) -> bool:
+        """Keys or values lie two to a byte."""
+        return torch.uint8 in (self.keys.dtype, self.values.dtype)
 
     def pages(self) -> tuple[torch.Tensor, ...]:
         """Every tensor that is indexed by [layer, block]: what a copy of a block has to copy."""

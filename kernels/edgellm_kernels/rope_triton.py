@@ -18,6 +18,32 @@ def _whole(x):
 
 
 @triton.jit
+def _hadamard(x, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """x H of every DIM elements of x [BLOCK], as kv_store_torch.hadamard: its butterflies in its order."""
+    for i in tl.static_range(0, 16):
+        if (1 << i) < DIM:
+            pairs = tl.reshape(x, (BLOCK // (2 << i), 2, 1 << i))
+            low, high = tl.split(tl.permute(pairs, (0, 2, 1)))
+            x = tl.reshape(tl.permute(tl.join(low + high, low - high), (0, 2, 1)), (BLOCK,))
+    return x * (DIM**-0.5)
+
+
+@triton.jit
+def hadamard_kernel(x, out, DIM: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * DIM + tl.arange(0, DIM)
+    tl.store(out + row, _hadamard(tl.load(x + row).to(tl.float32), DIM, DIM))
+
+
+def hadamard(x: torch.Tensor) -> torch.Tensor:
+    """x H along the last dim, a power of two, in one launch: f32."""
+    x = x.contiguous()
+    out = torch.empty_like(x, dtype=torch.float32)
+    if x.numel():
+        hadamard_kernel[(x.numel() // x.shape[-1],)](x=x, out=out, DIM=x.shape[-1], num_warps=1)
+    return out
+
+
+@triton.jit
 def _store_row(
     values, element, mask, pages, scales, slot, num_heads, head, DIM: tl.constexpr, INT8: tl.constexpr
 ):
@@ -45,6 +71,7 @@ def rope_store_kernel(
     qkv, q_norm, k_norm, cos, sin, slots, q_out, keys, values, key_scales, value_scales, eps, num_heads,
     num_kv_heads, pairs, K_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK: tl.constexpr,
     HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, INT8_KEYS: tl.constexpr, INT8_VALUES: tl.constexpr,
+    ROTATED: tl.constexpr,
 ):  # fmt: skip
     """Head h of a token: q where h < num_heads, then k, then v."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -81,6 +108,8 @@ def rope_store_kernel(
             tl.store(q_out + (token * num_heads + head) * K_DIM + element, x, mask=mask)
         elif slot >= 0:
             head = head - num_heads
+            if ROTATED:
+                x = _hadamard(x, K_DIM, BLOCK)
             _store_row(x, element, mask, keys, key_scales, slot, num_kv_heads, head, K_DIM, INT8_KEYS)
 
 
@@ -97,7 +126,7 @@ def qk_norm_rope_store(
     tables: GroupTables,
 ) -> torch.Tensor:
     """See ops.QkNormRopeStore. int4 pages are written by torch."""
-    if kv.rotates_keys or kv.rotates_values:
+    if kv.has_int4:
         return rope_torch.qk_norm_rope_store(qkv, shape, q_norm, k_norm, eps, cos, sin, kv, layer, tables)
     tokens = qkv.shape[0]
     qkv = qkv.contiguous()
@@ -127,6 +156,7 @@ def qk_norm_rope_store(
             HAS_K_NORM=k_norm is not None,
             INT8_KEYS=keys.dtype == torch.int8,
             INT8_VALUES=values.dtype == torch.int8,
+            ROTATED=kv.rotates_keys,
             num_warps=1,
         )
     return out

@@ -89,6 +89,20 @@ def test_int4_packs_the_halves_of_a_head_into_nibbles() -> None:
         assert int(q[i]) & 15 == int(x[i]) + 8 and int(q[i]) >> 4 == int(x[i + 32]) + 8
 
 
+def test_outliers_of_keys_are_spread_before_they_set_the_steps() -> None:
+    """Real keys have a few large elements, whose scale is too coarse for the others: rotated, the same bytes
+    hold the row five times as exactly. Heads of other sizes than 2^n keep plain rows."""
+    rng = torch.Generator().manual_seed(5)
+    k = torch.randn((200, 1, 256), generator=rng)
+    k[..., 7] += 30.0
+    plain = (dequantize(*quantize_int8(k)) - k).norm()
+    rotated = (hadamard(dequantize(*quantize_int8(hadamard(k)))) - k).norm()
+    assert 5 * rotated < plain
+    for dim, is_rotated in ((64, True), (256, True), (80, False), (96, False)):
+        [pages] = allocate_storage(spec_of([None], 1, dim, 64), [1], kv_type("int8"))
+        assert (pages.rotates_keys, pages.rotates_values) == (is_rotated, False)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("quantize", [quantize_int8, quantize_int4])
 def test_an_unusable_row_stays_unusable_and_alone(quantize: object, bad: float) -> None:

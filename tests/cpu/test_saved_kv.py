@@ -138,7 +138,7 @@ def set_metadata(name: str, value: str) -> Callable[[dict[str, object]], None]:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (set_metadata("version", "2"), "version '2', this edgellm reads '1'"),
+        (set_metadata("version", "1"), "version '1', this edgellm reads '2'"),
         (set_metadata("format", "pt"), "no saved KV: its format is 'pt'"),
         (lambda header: header.pop("__metadata__"), "without the metadata"),
         (lambda header: header["keys.0"]["shape"].__setitem__(0, 1 << 40), "needs"),

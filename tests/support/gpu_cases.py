@@ -189,7 +189,8 @@ def rope_case(pages: str = "int8") -> Case:
         "qkv": f, "q_norm": f, "k_norm": f, "cos": f, "sin": f, "slots": slots, "q_out": f, "keys": page,
         "values": page, "key_scales": half, "value_scales": half, "eps": 1e-6, "num_heads": 32,
         "num_kv_heads": 8, "pairs": 64, "K_DIM": 128, "V_DIM": 128, "BLOCK": 128, "HAS_Q_NORM": True,
-        "HAS_K_NORM": True, "INT8_KEYS": pages == "int8", "INT8_VALUES": pages == "int8", "num_warps": 1,
+        "HAS_K_NORM": True, "INT8_KEYS": pages == "int8", "INT8_VALUES": pages == "int8",
+        "ROTATED": pages == "int8", "num_warps": 1,
     }  # fmt: skip
     return Case(f"qk_norm_rope_store {pages}", rope_store_kernel, arguments)
 

@@ -269,6 +269,7 @@ class Attender {
       const float* from = call_.q + (row * call_.heads + head) * dim;
       float* to = s_.q.data() + m * k_dim_;
       for (int64_t d = 0; d < dim; ++d) to[d] = from[d] * call_.scale;
+      if (rotates_keys(call_.pages)) hadamard(to, dim);
       std::fill(to + dim, to + k_dim_, 0.0f);
     }
   }

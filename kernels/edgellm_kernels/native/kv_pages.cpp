@@ -86,6 +86,26 @@ bool tables_fit(const KVPages& pages, const GroupTables& tables, const BatchRows
   return true;
 }
 
+void hadamard(float* x, int64_t dim) {
+  for (int64_t step = 1; step < dim; step *= 2) {
+    for (float *low = x, *high = x + step; high < x + dim; low += 2 * step, high += 2 * step) {
+      int64_t i = 0;
+      for (; i + kLanes <= step; i += kLanes) {
+        const F32 a = load(low + i), b = load(high + i);
+        store(low + i, a + b);
+        store(high + i, a - b);
+      }
+      for (; i < step; ++i) {
+        const float a = low[i], b = high[i];
+        low[i] = a + b;
+        high[i] = a - b;
+      }
+    }
+  }
+  const float norm = static_cast<float>(1.0 / std::sqrt(static_cast<double>(dim)));
+  for (int64_t i = 0; i < dim; ++i) x[i] *= norm;
+}
+
 namespace {
 
 template <int64_t kType> float load_one(const void* data, int64_t at, float scale) {

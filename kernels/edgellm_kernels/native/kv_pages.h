@@ -31,6 +31,9 @@ struct BatchRows {
   int64_t sequences, tokens;
 };
 
+// Keys are stored in Hadamard space, and queries have to be brought there.
+inline bool rotates_keys(const KVPages& p) { return p.key_type == kKVInt8 && (p.k_dim & (p.k_dim - 1)) == 0; }
+
 // Every id and range of the tables lies inside of the pages and rows. Reading them is all that an op trusts.
 bool tables_fit(const KVPages& pages, const GroupTables& tables, const BatchRows& rows);
 
@@ -48,6 +51,9 @@ inline KVSide value_side(const KVPages& p) {
   return {p.values, p.value_scales, p.value_type, p.kv_heads, p.v_dim};
 }
 
+// x[dim] H in place, with the orthonormal Hadamard matrix H; dim is a power of two. The bits are those of
+// kv_store_torch.py.
+void hadamard(float* x, int64_t dim);
 // Stored rows of one head as f32, out[count][width], behind dim filled with zeros; zeros where a slot is below 0.
 void decode_rows(const KVSide& side, const int64_t* slots, int64_t count, int64_t head, float* out, int64_t width);
 // Stores x[dim]: the same bytes as kv_store_torch.py from the same floats.

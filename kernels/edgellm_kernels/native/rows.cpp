@@ -92,6 +92,7 @@ void qk_norm_rope_store(const RopeStoreCall& call, int64_t token) {
     if (call.k_norm != nullptr) rms_norm(from, call.k_norm, call.eps, k_dim, turned.data());
     else std::memcpy(turned.data(), from, static_cast<size_t>(k_dim) * 4);
     rotate(turned.data(), cos, sin, call.pairs);
+    if (rotates_keys(call.pages)) hadamard(turned.data(), k_dim);
     encode_row(keys, keys.row(slot, h), turned.data());
   }
   for (int64_t h = 0; h < kv_heads; ++h, from += v_dim) encode_row(values, values.row(slot, h), from);
