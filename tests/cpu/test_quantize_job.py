@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from edgellm_models.checkpoint import open_checkpoint
 from edgellm_models.errors import BadInputError, OutputError, ResourceError
 from edgellm_models.network.build import build_decoder
-from edgellm_quantize import work_folder
+from edgellm_quantize import capture, work_folder
 from edgellm_quantize.grids import BlockTypeGrid, IntegerGrid, dequantize
 from edgellm_quantize.job import QuantizeCancelledError, estimate_memory, run_core
 from edgellm_quantize.layer_rounding import CorePlan, uniform_grids
@@ -52,6 +52,19 @@ def test_a_killed_job_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     ]
     for number in range(3):
         assert folder_bytes(tmp_path / f"killed-{number}") == whole
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_what_is_kept_to_save_time_changes_no_byte(
+    method: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last linear's input is kept while that is rounded, or computed again; AWQ changes it meanwhile."""
+    checkpoint = open_checkpoint(llama)
+    plan, calibration = small_plan(checkpoint, method), random_calibration(200)
+    run_core(checkpoint, plan, tmp_path / "kept", calibration)
+    monkeypatch.setattr(capture, "_MOST_KEPT_BYTES", 0)
+    run_core(checkpoint, plan, tmp_path / "again", calibration)
+    assert folder_bytes(tmp_path / "kept") == folder_bytes(tmp_path / "again")
 
 
 def test_resume_refuses_work_of_another_job(llama: Path, tmp_path: Path) -> None:
