@@ -155,22 +155,22 @@ def _ratio(above: Contender, below: Contender, of: str) -> float:
 def _server(path: Path, spec: str) -> Contender:
     options = ["--threads", str(THREADS), "--ctx", "8192", "--spec", spec]
     command = [sys.executable, "-m", "edgellm", "serve", str(path), "--port", "0", "--json", *options]
-    process, address = _started(command, lambda line: json.loads(line)["address"])
-    return Contender(process, lambda name, tokens: asyncio.run(_streams(address, name, tokens)))
+    process, address = started(command, lambda line: json.loads(line)["address"])
+    return Contender(process, lambda name, tokens: asyncio.run(ask_streams(address, name, tokens)))
 
 
 def _peer(path: Path) -> Contender:
     command = [sys.executable, "-c", PEER, str(path), *(str(n) for n in (STREAMS, CONTEXT, THREADS))]
-    process, address = _started(
+    process, address = started(
         command, lambda line: line.removeprefix("ADDRESS ").strip() if line.startswith("ADDRESS ") else None
     )
-    return Contender(process, lambda name, tokens: asyncio.run(_streams(address, name, tokens)))
+    return Contender(process, lambda name, tokens: asyncio.run(ask_streams(address, name, tokens)))
 
 
 def _engine(path: Path, spec: str) -> Contender:
     """The same requests without a server, in a process of its own."""
     code = "import sys\nfrom acceptance import server_peer\nserver_peer.engine_loop(*sys.argv[1:])\n"
-    process, _ = _started([sys.executable, "-c", code, str(path), spec], lambda line: line)
+    process, _ = started([sys.executable, "-c", code, str(path), spec], lambda line: line)
 
     def ask(name: str, tokens: int) -> tuple[float, float]:
         assert process.stdin is not None and process.stdout is not None
@@ -182,7 +182,8 @@ def _engine(path: Path, spec: str) -> Contender:
     return Contender(process, ask)
 
 
-def _started(command: list[str], read: Any) -> tuple[subprocess.Popen[str], str]:
+def started(command: list[str], read: Any) -> tuple[subprocess.Popen[str], str]:
+    """A process that is ready, and what ``read`` made of the line that says so."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -211,7 +212,7 @@ def _prompt(stream: int, name: str) -> str:
     return f"Run {name}, stream {stream}: tell a long story of a lighthouse keeper and number {stream * 31}."
 
 
-async def _streams(address: str, name: str, tokens: int) -> tuple[float, float]:
+async def ask_streams(address: str, name: str, tokens: int, streams: int = STREAMS) -> tuple[float, float]:
     """Tokens per second of all streams together, and the median time to the first token.
 
     The client reads bytes and little else: it shares the processor with what is measured.
@@ -245,7 +246,7 @@ async def _streams(address: str, name: str, tokens: int) -> tuple[float, float]:
         return first, int(counts[-1])
 
     begin = time.monotonic()
-    answers = await asyncio.gather(*(ask(stream) for stream in range(STREAMS)))
+    answers = await asyncio.gather(*(ask(stream) for stream in range(streams)))
     spent = time.monotonic() - begin
     return sum(count for _, count in answers) / spent, statistics.median(first for first, _ in answers)
 

@@ -44,7 +44,7 @@ def running(request: Any, tiny: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def openai_client(running: Running, **fields: Any) -> Any:
-    """A client of any major version (tools/check_openai_client.py tries an older one)."""
+    """A client of any major version (acceptance/other_clients.py tries an older one)."""
     import openai
 
     if running.address.startswith("unix:"):
