@@ -117,7 +117,11 @@ SETTINGS = (
         "auto",
         ("auto", "off", "ngram", "skip"),
     ),
-    Setting("draft", "choice", "Draft model for speculative decoding.", planned=("*",)),
+    Setting(
+        "draft",
+        "text",
+        "A smaller model of the same vocabulary that drafts for --spec auto, as MODEL names it.",
+    ),
     Setting(
         "spec_rule",
         "choice",

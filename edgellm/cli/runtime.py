@@ -152,6 +152,7 @@ def load_runtime(
         group_layouts,
     )
     from edgellm.cache.prefix_index import cache_key
+    from edgellm.cli.draft_model import load_draft
     from edgellm.cli.layer_skip import FOLDER as SKIP_FOLDER
     from edgellm.cli.layer_skip import LayerSkip
     from edgellm.engine.engine import MAX_RUNNING, PREFILL_CHUNK, Engine
@@ -223,10 +224,17 @@ def load_runtime(
         for group in group_layouts(spec, context, chunk, BLOCK_SIZE, kept, at_once, lookahead)
     )
     storage = allocate_storage(spec, [group.num_blocks for group in groups], kv, device, num_rings=at_once)
+    program = choose_program(decoder, storage)
+    draft = None
+    if resolved.draft is not None:
+        draft = load_draft(resolved, tokenizer, decoder, kv, speculator, device)
+        own = draft.layouts(groups, full_contexts * context, chunk, lookahead)
+        groups = (*groups, *own)
+        storage = (*storage, *draft.allocate(own, kv, device, free_bytes))
+        tell(draft.notice(storage[-len(own) :]))
     host_blocks = host_blocks_for(storage, device)
     host_storage = allocate_host_storage(storage, host_blocks) if any(host_blocks) else ()
     key = cache_key(model_id=str(path), rope=repr(spec.ropes), kv_dtypes=[kv.name] * len(groups))
-    program = choose_program(decoder, storage)
     if isinstance(program, StepProgram):
         torch.set_num_threads(1)  # the native threads do the work: two pools would fight over the cores
     runner = ModelRunner(
@@ -237,6 +245,7 @@ def load_runtime(
         device=device,
         host_kv=host_storage,
         spec_rule=resolved.spec_rule,
+        num_groups=len(spec.kv_groups),
     )
     if device == "cuda":  # on the CPU nothing is compiled at run time
         from edgellm.engine.warm_up import warm_up
@@ -252,6 +261,8 @@ def load_runtime(
             max_running=at_once,
         )
         _LOG.info("kernels were compiled and warmed up in %d steps", steps)
+    if draft is not None:
+        runner.drafter = draft.drafter(storage, len(spec.kv_groups), spec.vocab_size, device)
     core = Engine(
         runner,
         tokenizer,
@@ -266,7 +277,8 @@ def load_runtime(
         context_length=context,
         vocab_size=spec.vocab_size,
         rope_switch_length=spec.rope_switch_length,
-        kv_identity=cache(partial(_kv_identity, path, spec, kv)),
+        # With a draft model pages hold more than the model's own, and not all of it at every moment.
+        kv_identity=None if draft is not None else cache(partial(_kv_identity, path, spec, kv)),
         model_name=name,
         kv_window=resolved.kv_window,
         kv_budget=resolved.kv_budget,
@@ -288,7 +300,7 @@ def load_runtime(
     )
     threads = num_threads() if isinstance(program, StepProgram) else torch.get_num_threads()
     layer_skip = None
-    if speculator is not None and resolved.spec in ("auto", "skip"):
+    if speculator is not None and resolved.spec in ("auto", "skip") and draft is None:
         layer_skip = LayerSkip(
             program, kv, tokenizer, path, threads, device, runner, speculator, resolved.spec == "skip"
         )

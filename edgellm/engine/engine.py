@@ -233,6 +233,15 @@ class Engine:
         fills_context = asked is None or asked > room
         return Sample(request, index, answer, sequence, fills_context, answer.token_masks())
 
+    def _runner_follows(self, sample: Sample) -> bool:
+        """Whether a draft model runs along with the prompt."""
+        return (
+            self._speculator is not None
+            and self._speculator.runner_follows
+            and sample.request.speculate
+            and sample.sequence.eviction is None
+        )
+
     def _runner_drafts(self, request: GenerationRequest) -> int:
         """Tokens per step that a runner which drafts itself may draft."""
         if self._speculator is not None or not request.speculate or request.constraint is not None:
@@ -303,7 +312,10 @@ class Engine:
             sequence.draft_limit = 0
             most = min(self._kv.lookahead, sequence.max_new_tokens - sequence.num_answered - 1)
             if most > 0:
-                free = not sample.token_masks  # masks of drafted rows are made before the step
+                # Masks of drafted rows are made before the step; a draft model must see all of a text.
+                free = not sample.token_masks and not (
+                    self._speculator.runner_follows and sequence.eviction is not None
+                )
                 rooms.append(Room(sample.sequence_id, most, sample.answer.draftable, free))
         mixed = any(sample.is_prefilling for sample in self._samples.values())
         drafts = self._speculator.propose(rooms, len(decoding), mixed=mixed)
@@ -318,15 +330,18 @@ class Engine:
         under."""
         sequences = list(plan.sequences)
         for index, planned in enumerate(sequences):
+            sample = self._samples[planned.sequence_id]
+            if planned.is_prefill and self._runner_follows(sample):
+                planned = sequences[index] = replace(planned, draft_by_runner=True)
             if not planned.needs_logits:
                 continue
-            sample = self._samples[planned.sequence_id]
             draft, masks = drafts.get(planned.sequence_id, ())[: planned.draft_limit], sample.token_masks
             if draft and masks:
                 masks = sample.answer.drafted_masks(draft)
                 draft = draft[: len(masks) - 1]
             by_runner = planned.sequence_id not in drafts and planned.draft_limit > 0
             if draft or masks or (by_runner and self._speculator is not None):
+                by_runner = by_runner or planned.draft_by_runner
                 sequences[index] = replace(
                     planned, draft_token_ids=draft, token_masks=masks, draft_by_runner=by_runner
                 )

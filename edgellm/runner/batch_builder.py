@@ -15,8 +15,12 @@ def build_batch(
     block_size: int,
     device: str = "cpu",
     tail: TailTables | None = None,
+    groups: range | None = None,
 ) -> ForwardBatch:
-    """The batch of a plan's sequences, in order, with the logit rows that ``num_logit_rows`` counts."""
+    """The batch of a plan's sequences, in order, with the logit rows that ``num_logit_rows`` counts.
+
+    ``groups``: those of the sequences' layer groups that it is about, where they are not all of one model.
+    """
     token_ids: list[int] = []
     positions: list[int] = []
     query_starts = [0]
@@ -27,7 +31,7 @@ def build_batch(
         query_starts.append(len(token_ids))
         logit_rows.extend(range(len(token_ids) - num_logit_rows(sequence), len(token_ids)))
     key_lengths = [s.start_position + len(s.rows) for s in sequences]
-    num_groups = len(sequences[0].block_tables)
+    groups = range(len(sequences[0].block_tables)) if groups is None else groups
     return ForwardBatch(
         token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
         positions=torch.tensor(positions, dtype=torch.int64, device=device),
@@ -40,9 +44,7 @@ def build_batch(
             dtype=torch.int64,
             device=device,
         ),
-        groups=tuple(
-            _group_tables(sequences, g, block_size, key_lengths, device, tail) for g in range(num_groups)
-        ),
+        groups=tuple(_group_tables(sequences, g, block_size, key_lengths, device, tail) for g in groups),
     )
 
 

@@ -58,9 +58,13 @@ class ModelRunner:
         host_kv: Sequence[KVStorage] = (),
         spec_rule: str = COUPLED,
         drafter: RunnerDrafter | None = None,
+        num_groups: int | None = None,
     ) -> None:
         """``spec_rule``: how drafted tokens are accepted (speculative/acceptance.py); ``drafter`` drafts for
-        the sequences that are planned so."""
+        the sequences that are planned so. ``num_groups``: the first so many of ``kv`` are the decoder's, the
+        others a draft model's.
+        """
+        self._groups = range(len(kv) if num_groups is None else num_groups)
         self.drafter = drafter
         """May be set between two steps."""
         self._decoder = decoder
@@ -118,8 +122,8 @@ class ModelRunner:
             if self.drafter is not None:
                 drafted = self.drafter.add(plan, self._kv, self._sampler, self._block_size)
             sequences = drafted.sequences
-            batch = build_batch(sequences, self._block_size, self._device, tail)
-            rows = self._decoder.run(batch, self._kv.storages)
+            batch = build_batch(sequences, self._block_size, self._device, tail, self._groups)
+            rows = self._decoder.run(batch, self._kv.storages[: len(self._groups)])
             drawn, scores = self._last_logits(sequences, rows)
             draws = self._draw(sequences, drawn)
             results = [
@@ -172,7 +176,11 @@ class ModelRunner:
         if not sequence.score_blocks or result.error is not None:
             return result
         groups = zip(self._kv.storages, sequence.score_blocks, strict=True)
-        scores = tuple(tuple(block_scores(pages, blocks)) for pages, blocks in groups)
+        # What a draft model thinks of a block says nothing.
+        scores = tuple(
+            tuple(block_scores(pages, blocks)) if group in self._groups else (0.0,) * len(blocks)
+            for group, (pages, blocks) in enumerate(groups)
+        )
         return replace(result, block_scores=scores)
 
     def _draw(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from edgellm.speculative.drafter import MAX_DRAFT
@@ -183,15 +183,23 @@ class _Search:
             if self._best().prediction.gain >= HOPELESS:
                 yield from self._refine(order, best_size)
             complete = complete and not self._late
-        others = []
-        for name, units in self._customary(len(self._best().skipped) if self._found else 0).items():
-            others.append((yield from self._measure(units, name, timed=True)))
-        # What stands out by the sum of its parts is timed as a whole; the best of what was timed is chosen.
-        timed = list(others)
-        for one in sorted(self._found.values(), key=_gain, reverse=True)[:BEAM]:
-            timed.append((yield from self._measure(_units(one.skipped), one.name, timed=True)))
-        chosen = max(timed, key=_gain)
+        customary = self._customary(len(self._best().skipped) if self._found else 0)
+        for units in customary.values():
+            yield from self._measure(units)
+        # The sum of the parts ranks sets without the noise of timing; one whole pass says how far it is off.
+        best = self._best().skipped
+        scale = self._probe.pass_cost(best) / self._costs.of_pass(best)
+        yield
+        chosen = max((self._scaled(one, scale) for one in self._found), key=_gain)
+        others = [
+            replace(self._scaled(_skipped(units), scale), name=name) for name, units in customary.items()
+        ]
         return Calibration(chosen, tuple(others), self._costs, complete=complete, num_sets=len(self._found))
+
+    def _scaled(self, skipped: SkippedSubLayers, scale: float) -> Candidate:
+        cost = scale * self._costs.of_pass(skipped)
+        prediction = predict(self._scores[skipped], cost, self._costs.of_step)
+        return replace(self._found[skipped], pass_cost=cost, prediction=prediction)
 
     def _best(self) -> Candidate:
         return max(self._found.values(), key=_gain)
@@ -260,23 +268,15 @@ class _Search:
             "least change": least[: count or max(1, len(least) // 3)],
         }
 
-    def _measure(
-        self, units: Iterable[SubLayer], name: str = "searched", *, timed: bool = False
-    ) -> Generator[None, None, Candidate]:
+    def _measure(self, units: Iterable[SubLayer]) -> Generator[None, None, Candidate]:
         skipped = _skipped(units)
-        known = self._found.get(skipped)
-        if known is not None and not timed:
-            return known
-        score = self._scores.get(skipped)
-        if score is None:
+        if skipped not in self._found:
             score = self._scores[skipped] = self._probe.score(skipped, rough=False)
+            cost = self._costs.of_pass(skipped)
+            prediction = predict(score, cost, self._costs.of_step)
+            self._found[skipped] = Candidate("searched", skipped, score.match, cost, prediction)
             yield
-        cost = self._probe.pass_cost(skipped) if timed else self._costs.of_pass(skipped)
-        prediction = predict(score, cost, self._costs.of_step)
-        candidate = Candidate(name, skipped, score.match, cost, prediction)
-        self._found[skipped] = candidate
-        yield
-        return candidate
+        return self._found[skipped]
 
 
 def _gain(candidate: Candidate) -> float:

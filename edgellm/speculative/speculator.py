@@ -45,6 +45,8 @@ class Speculator:
         self._controller = controller
         self.runner_name = "skip"
         """What the runner's own drafts are called."""
+        self.runner_follows = False
+        """Whether the runner's drafter must see prompts too: a draft model."""
         self.runner_tokens = runner_tokens
         self.runner_why_not = ""
         """Why the runner drafts nothing, where somebody may wonder."""

@@ -162,7 +162,7 @@ def test_the_settings_of_the_shared_options_exist() -> None:
 
 def test_options_that_are_not_in_this_version_are_refused_by_name() -> None:
     for option, value in [
-        ("--draft", "x"),
+        ("--gpu-layers", "12"),
         ("--kv-dtype", "fp8"),
     ]:
         shown = run_edgellm("config", "show", option, value)

@@ -11,6 +11,7 @@ import torch
 from edgellm.cache.kv_copies import allocate_host_storage
 from edgellm.cache.kv_manager import KVManager
 from edgellm.cache.kv_storage import allocate_storage, group_layouts, kv_type
+from edgellm.cache.sequence_blocks import GroupLayout
 from edgellm.contracts import (
     FinishReason,
     GenerationRequest,
@@ -20,7 +21,8 @@ from edgellm.contracts import (
     TokenEvent,
 )
 from edgellm.engine.engine import Engine
-from edgellm.runner.layer_drafts import LayerDrafts
+from edgellm.runner.draft_model import DraftModel
+from edgellm.runner.layer_drafts import LayerDrafts, RunnerDrafter
 from edgellm.runner.model_runner import ModelRunner
 from edgellm.runner.step_program import choose_program
 from edgellm.speculative.speculator import Speculator
@@ -59,11 +61,12 @@ def load_engine(
     lookahead: int = 0,
     poison: bool = False,
     skipped: SkippedSubLayers | None = None,
+    draft: Path | None = None,
 ) -> LoadedEngine:
     """The engine of a model file or folder, with any chunk and block size. ``num_blocks``: of each layer
     group, instead of those of one whole context; ``host_blocks``: of each group, for paused requests;
     ``poison``: slots that a step has yet to write hold NaN; ``skipped``: sub-layers that drafts by layers
-    leave out."""
+    leave out; ``draft``: a draft model."""
     checkpoint = open_checkpoint(path)
     tokenizer = load_tokenizer(path, checkpoint.file_format, checkpoint.metadata)
     decoder = build_decoder(checkpoint, kernels=kernels)
@@ -79,9 +82,23 @@ def load_engine(
         block_size=block_size,
         num_rings=max_running,
     )
+    program = choose_program(decoder, storage)
+    drafter: RunnerDrafter | None = None if skipped is None else LayerDrafts(program, skipped)
+    own_groups = len(groups)
+    if draft is not None:
+        small = build_decoder(open_checkpoint(draft), kernels=kernels)
+        most = max(group.num_blocks for group in groups)
+        groups = (*groups, *(GroupLayout(None, most) for _ in small.spec.kv_groups))
+        pages = allocate_storage(
+            small.spec, [most] * len(small.spec.kv_groups), kv_type(kv), block_size=block_size
+        )
+        storage = (*storage, *pages)
+        span = range(own_groups, len(groups))
+        drafter = DraftModel(choose_program(small, pages), span, spec.vocab_size)
+    if draft is not None and speculator is not None:
+        speculator.runner_name, speculator.runner_follows = "draft", True
     offloaded = [host_blocks] * len(groups)
     host = allocate_host_storage(storage, offloaded) if host_blocks else ()
-    program = choose_program(decoder, storage)
     runner = ModelRunner(
         program,
         storage,
@@ -89,7 +106,8 @@ def load_engine(
         block_size=block_size,
         host_kv=host,
         spec_rule=spec_rule,
-        drafter=None if skipped is None else LayerDrafts(program, skipped),
+        drafter=drafter,
+        num_groups=own_groups,
     )
     engine = Engine(
         PoisoningRunner(runner, storage) if poison else runner,
