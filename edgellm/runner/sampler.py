@@ -25,6 +25,7 @@ import torch
 
 from edgellm.contracts import SequenceStart, TokenLogprob
 from edgellm.runner import filters
+from edgellm.runner.device_draws import can_draw, draw_many
 from edgellm.runner.logprobs import raw_logprobs
 from edgellm.runner.noise import NOISE_SPAN, gumbel_noise, row_key, uniform
 from edgellm.runner.penalties import LogitAdjuster
@@ -94,8 +95,17 @@ def candidates(logits: torch.Tensor, state: SamplerState) -> tuple[torch.Tensor,
 class Sampler:
     """Sampling states by sequence id, and the drawing."""
 
-    def __init__(self, vocab_size: int, *, f16_kv: bool = False, spec_rule: str = COUPLED) -> None:
-        """``spec_rule``: how drafted tokens are accepted (speculative/acceptance.py)."""
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        f16_kv: bool = False,
+        spec_rule: str = COUPLED,
+        on_device: bool | None = None,
+    ) -> None:
+        """``spec_rule``: how drafted tokens are accepted (speculative/acceptance.py). ``on_device``: rows
+        that it suits are drawn together, where the logits lie; None does that on a GPU."""
+        self._on_device = on_device
         self._f16_kv = f16_kv
         self._vocab_size = vocab_size
         self._spec_rule = spec_rule
@@ -154,6 +164,15 @@ class Sampler:
             for row, value, token_id in found:
                 greedy_ids[row] = token_id if value > float("-inf") else None
         draws: list[Draw | None] = [None] * len(owners)
+        row_positions = [
+            at + i for at, draft in zip(positions, drafts, strict=True) for i in range(len(draft) + 1)
+        ]
+        there = {}
+        if self._draws_there(logits) and (self._spec_rule == COUPLED or not any(drafts)):
+            rows = [row for row, fine in enumerate(usable) if fine and row not in mask_rows]
+            rows = [row for row in rows if can_draw(owners[row])]
+            ids = draw_many(logits, rows, [owners[row] for row in rows], [row_positions[row] for row in rows])
+            there = dict(zip(rows, ids, strict=True))
 
         def draw(state: SamplerState, row: int, position: int, drafted: int | None) -> int | None:
             """The token of a row; None, and the reason in ``draws``, where there is none."""
@@ -162,6 +181,8 @@ class Sampler:
                 return None
             if state.is_plain_greedy:
                 token_id = greedy_ids[row]
+            elif row in there:
+                token_id = there[row]
             else:
                 mask = allowed[mask_rows[row]] if row in mask_rows else None
                 token_id = self._draw(logits[row], state, position, mask, drafted)
@@ -243,6 +264,9 @@ class Sampler:
             row = int(torch.argmin(usable.to(torch.uint8)))
             return (), _describe_bad(rows[row], start_position + 1 + row, self._f16_kv)
         return tuple(raw_logprobs(rows, token_ids, state.prompt_logprobs)), None
+
+    def _draws_there(self, logits: torch.Tensor) -> bool:
+        return logits.device.type != "cpu" if self._on_device is None else self._on_device
 
     def _allowed(self, masks: Sequence[bytes | None]) -> tuple[torch.Tensor, dict[int, int]]:
         """[masked rows, vocab] bool of what may be drawn, and by row of the logits its place there."""

@@ -149,10 +149,10 @@ def combine_kernel(
         total = tl.zeros([V_PAD], tl.float32)
         for first in range(0, splits, AT_ONCE):
             there = first + some < splits
-            place = ((first + some).to(tl.int64) * num_rows + row) * num_heads + head
-            factor = tl.exp2(tl.load(peaks + place, mask=there, other=float("-inf")) - base)
+            these = ((first + some).to(tl.int64) * num_rows + row) * num_heads + head
+            factor = tl.exp2(tl.load(peaks + these, mask=there, other=float("-inf")) - base)
             seen = there[:, None] & (element < V_DIM)[None, :]
-            part = tl.load(parts + place[:, None] * V_DIM + element[None, :], mask=seen, other=0.0)
+            part = tl.load(parts + these[:, None] * V_DIM + element[None, :], mask=seen, other=0.0)
             total += tl.sum(part * factor[:, None], axis=0)
         total = total / tl.where(weight == 0.0, 1.0, weight)
         tl.store(out + (row * num_heads + head) * V_DIM + element, total, mask=element < V_DIM)

@@ -78,7 +78,7 @@ def attention_tile(rows: int, head_dim: int, quantized: bool, exact: bool) -> At
     """
     if exact:
         if head_dim > 128:
-            return AttentionTile(16, 32, 8, 1, "ieee")
+            return AttentionTile(16, 16, 4, 1, "ieee") if quantized else AttentionTile(16, 32, 8, 1, "ieee")
         return AttentionTile(16, 16, 4, 1, "tf32x3")
     few = 16 if rows <= 16 else 32
     if head_dim > 128:

@@ -13,14 +13,15 @@ from typing import Any, Protocol
 
 import torch
 
-from edgellm_kernels import step_native
+from edgellm_kernels import sampling_torch, step_native
 from edgellm_kernels.batch import ForwardBatch, GroupTables, KVStorage
 from edgellm_kernels.kv_scores_torch import block_scores
 from edgellm_kernels.native_library import load_library, why_missing
 from edgellm_kernels.native_structs import serves as native_serves
 from edgellm_kernels.operands import HeadShape, Prepared
-from edgellm_kernels.registry import OPS, KernelUnavailableError, choose, explain
+from edgellm_kernels.registry import OPS, KernelUnavailableError, choose, explain, triton_missing
 from edgellm_kernels.rope_torch import rope_angles
+from edgellm_kernels.sampling_torch import DrawTables
 from edgellm_kernels.step_native import SKIPS_ATTENTION, SKIPS_FEED_FORWARD, NativeStep, StepSpec
 from edgellm_kernels.step_native import can_compile as can_compile_step
 from edgellm_kernels.weights import BlockQuantWeight, DenseWeight, LinearWeight, NativeWeight, PlaneWeight
@@ -28,6 +29,7 @@ from edgellm_kernels.weights import BlockQuantWeight, DenseWeight, LinearWeight,
 __all__ = [
     "SKIPS_ATTENTION",
     "SKIPS_FEED_FORWARD",
+    "DrawTables",
     "HeadShape",
     "KernelUnavailableError",
     "Kernels",
@@ -36,6 +38,7 @@ __all__ = [
     "StepSpec",
     "block_scores",
     "can_compile_step",
+    "draw_rows",
     "explain",
     "largest",
     "load_kernels",
@@ -246,3 +249,15 @@ def largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return step_native.largest(logits)
     best = logits.max(dim=-1)
     return best.values, best.indices
+
+
+def draw_rows(logits: torch.Tensor, tables: DrawTables) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of every row [rows, n] f32 a drawn id, int64 [rows], and its largest logit, f32 [rows].
+
+    See sampling_torch, whose ids the GPU's kernels draw too.
+    """
+    if logits.device.type == "cuda" and not triton_missing():
+        from edgellm_kernels import sampling_triton
+
+        return sampling_triton.draw(logits, tables)
+    return sampling_torch.draw(logits, tables)

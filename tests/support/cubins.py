@@ -18,6 +18,7 @@ SHARED_LIMITS = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 1
 _NAMES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int8: "i8", torch.uint8: "u8",
     torch.int16: "i16", torch.uint16: "u16", torch.int32: "i32", torch.uint32: "u32", torch.int64: "i64",
+    torch.float64: "fp64",
 }  # fmt: skip
 
 

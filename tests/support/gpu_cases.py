@@ -180,6 +180,18 @@ def norm_case(n: int = 4096) -> Case:
     return Case("add_rms_norm", add_rms_norm_kernel, arguments)
 
 
+def draw_case(n: int = 128256) -> Case:
+    from edgellm_kernels.sampling_triton import draw_kernel
+
+    f, d, i64 = torch.empty(64), torch.empty(64, dtype=torch.float64), torch.empty(64, dtype=torch.int64)
+    arguments = {
+        "logits": f, "values": f, "temperatures": d, "keys": i64, "cuts": d, "last_ids": i64, "scores": d,
+        "ids": torch.empty(64, dtype=torch.int32), "n": n, "CHUNK": 2048,
+        "CHUNKS": 1 << (-(-n // 2048) - 1).bit_length(),
+    }  # fmt: skip
+    return Case("draw", draw_kernel, arguments)
+
+
 def rope_case(pages: str = "int8") -> Case:
     from edgellm_kernels.rope_triton import rope_store_kernel
 
@@ -206,6 +218,8 @@ def cases(full: bool = False, simple: bool = True) -> Iterator[Case]:
         if simple:
             yield norm_case()
             yield rope_case()
+            yield draw_case()
+            yield combine_case()
         return
     for form in FORMS:
         if form == "INT8":
@@ -228,5 +242,6 @@ def cases(full: bool = False, simple: bool = True) -> Iterator[Case]:
     for dim in (64, 80, 128, 256):
         yield combine_case(dim)
     yield norm_case()
+    yield draw_case()
     for pages in ("bf16", "int8"):
         yield rope_case(pages)
