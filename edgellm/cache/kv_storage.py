@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 
 from edgellm.cache import kv_sizes
-from edgellm.cache.block_pool import blocks_for
 from edgellm.cache.kv_sizes import head_bytes
 from edgellm.cache.sequence_blocks import GroupLayout
 from edgellm_kernels.batch import INT4_GROUP, TAIL_POSITIONS, KVStorage, TailStorage
@@ -155,12 +154,6 @@ def kv_bytes(
     return pages + tail_bytes(spec, kv, num_sequences, block_size)
 
 
-def _num_blocks(window: int | None, context: int, chunk: int, block_size: int, kept: int | None) -> int:
-    if window is None and kept is not None:
-        context = min(context, kept)
-    return blocks_for(context, block_size, window, chunk)
-
-
 def largest_context(
     spec: ModelSpec,
     budget_bytes: int,
@@ -204,24 +197,24 @@ def group_layouts(
     kept: int | None = None,
     num_sequences: int = 1,
     lookahead: int = 0,
+    num_contexts: int = 1,
 ) -> tuple[GroupLayout, ...]:
-    """What the KV manager is told of each layer group: blocks for ``context`` tokens, of one sequence or of
-    several together, and the windows of ``num_sequences``, longer by the ``lookahead`` that a sequence may
-    draft. ``kept`` as in ``kv_bytes``.
-
-    One of these runs a chunk of its prompt and the others decode. Where a group keeps all positions, its
-    number of blocks is enough for everybody's windows.
+    """What the KV manager is told of each layer group: blocks for ``num_contexts`` times ``context`` tokens,
+    and the windows of ``num_sequences`` (kv_sizes.pool_blocks). ``kept``
+    as in ``kv_bytes``.
     """
-    keeps_all = kept is None and any(group.window is None for group in spec.kv_groups)
-    layouts = []
-    for group in spec.kv_groups:
-        blocks = _num_blocks(group.window, context, chunk + 2 * lookahead, block_size, kept)
-        if group.window is not None:
-            decode = blocks_for(context, block_size, group.window, 1 + 2 * lookahead)
-            blocks += (num_sequences - 1) * decode
-            blocks = min(blocks, blocks_for(context, block_size)) if keeps_all else blocks
-        layouts.append(GroupLayout(group.window, blocks))
-    return tuple(layouts)
+    windows = [group.window for group in spec.kv_groups]
+    blocks = kv_sizes.pool_blocks(
+        windows,
+        context,
+        chunk,
+        block_size,
+        kept=kept,
+        num_sequences=num_sequences,
+        lookahead=lookahead,
+        num_contexts=num_contexts,
+    )
+    return tuple(GroupLayout(window, count) for window, count in zip(windows, blocks, strict=True))
 
 
 def allocate_storage(

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from edgellm_models.errors import Notice
 
 LARGEST_PROMPT = 1 << 20
+LARGEST_BATCH = 1024
+"""Requests at once; the cache is made for as many."""
 READ_BYTES = 1 << 30
 """Buffer of the bandwidth measurement, far over the caches of desktops and servers."""
 
@@ -83,7 +85,6 @@ def command(
     from edgellm.bench.model_bench import Bandwidth, BenchPlan, run_bench
     from edgellm.bench.peak_memory import peak_bytes, reset_peak
     from edgellm.cli.model_access import local_model, named_by
-    from edgellm.engine.engine import MAX_RUNNING
     from edgellm_models.errors import UsageError
 
     output = current_output()
@@ -91,7 +92,7 @@ def command(
         parse_counts(prompt_tokens, "--prompt-tokens", LARGEST_PROMPT),
         new_tokens,
         repeat,
-        parse_counts(batch, "--batch", MAX_RUNNING),
+        parse_counts(batch, "--batch", LARGEST_BATCH),
         None if slo is None else parse_target(slo),
         price_per_hour,
     )
@@ -114,9 +115,10 @@ def command(
     if resolved.ctx is None:
         resolved = replace(resolved, ctx=plan.context)
     free = free_memory()
+    largest = max(plan.batches)
     # Before the model takes memory: the buffer is large.
     read_gb_per_s = read_bandwidth(READ_BYTES if free is None or free > 4 * READ_BYTES else READ_BYTES // 4)
-    runtime = load_runtime(resolved, path, model.name, tell, full_contexts=max(plan.batches))
+    runtime = load_runtime(resolved, path, model.name, tell, full_contexts=largest, max_running=largest)
     with contextlib.ExitStack() as stack:
         stack.callback(runtime.close)
         if plan.context > runtime.info.context_length:

@@ -214,15 +214,16 @@ def load_runtime(
         kv, step_down = choose_kv_type(resolved.kv_dtype, spec, resolved.ctx, chunk, free_bytes, device, kept)
         if step_down is not None:
             tell(step_down)
-    context, notice = choose_context(spec, resolved.ctx, kv, chunk, free_bytes, kept)
+    most = max_running or MAX_RUNNING
+    context, notice = choose_context(spec, resolved.ctx, kv, chunk, free_bytes, kept, most)
     tell(notice)
-    at_once = sequences_at_once(spec, context, kv, chunk, free_bytes, kept)
+    at_once = sequences_at_once(spec, context, kv, chunk, free_bytes, kept, most)
     speculator = make_speculator(resolved.spec)
     lookahead = 0 if speculator is None else speculator.lookahead
-    groups = tuple(
-        replace(group, num_blocks=group.num_blocks * full_contexts)
-        for group in group_layouts(spec, context, chunk, BLOCK_SIZE, kept, at_once, lookahead)
-    )
+    sequences = max(at_once, full_contexts)
+    groups = group_layouts(spec, context, chunk, BLOCK_SIZE, kept, sequences, lookahead, full_contexts)
+    if full_contexts > 1:
+        check_contexts(spec, [group.num_blocks for group in groups], kv, context, free_bytes, full_contexts)
     storage = allocate_storage(spec, [group.num_blocks for group in groups], kv, device, num_rings=at_once)
     program = choose_program(decoder, storage)
     draft = None
@@ -381,12 +382,13 @@ def choose_context(
     chunk: int,
     free_bytes: int | None,
     kept: int | None = None,
+    most: int | None = None,
 ) -> tuple[int, Notice]:
     """The context in force and the notice that says it.
 
     Unasked it is the trained one, or what fits in half of the free memory; asked for it is never above the
-    trained one. ``kept`` as in kv_bytes. ResourceError when what was asked for does not fit in the free
-    memory, or nothing does.
+    trained one. ``kept`` as in kv_bytes, ``most`` as in sequences_at_once. ResourceError when what was asked
+    for does not fit in the free memory, or nothing does.
     """
     from edgellm.cache.kv_storage import kv_bytes, largest_context
 
@@ -412,7 +414,7 @@ def choose_context(
                 f"the {kv.name} KV cache of {context} tokens needs {needed / 1e6:.0f} MB; "
                 f"{free_bytes / 1e6:.0f} MB are free; --ctx {fitting} fits in half of that"
             )
-    at_once = sequences_at_once(spec, context, kv, chunk, free_bytes, kept)
+    at_once = sequences_at_once(spec, context, kv, chunk, free_bytes, kept, most)
     whole = kv_bytes(spec, context, kv, chunk, kept=kept, num_sequences=at_once)
     size = f"its {kv.name} KV cache takes up to {whole / 1e6:.0f} MB"
     if whole > kv_bytes(spec, context, kv, chunk, kept=kept):  # else nothing of it is each request's own
@@ -436,15 +438,39 @@ def sequences_at_once(
     chunk: int,
     free_bytes: int | None,
     kept: int | None = None,
+    most: int | None = None,
 ) -> int:
-    """For how many requests the cache has windows and unquantized tails: what the engine runs at once, or
-    what half of the free memory has room for."""
+    """For how many requests the cache has windows and unquantized tails: what the engine runs at once
+    (``most``, else MAX_RUNNING), or what half of the free memory has room for."""
     from edgellm.cache.kv_storage import most_sequences
     from edgellm.engine.engine import MAX_RUNNING
 
+    most = most or MAX_RUNNING
     if free_bytes is None:
-        return MAX_RUNNING
-    return most_sequences(spec, context, kv, chunk, free_bytes // 2, MAX_RUNNING, kept)
+        return most
+    return most_sequences(spec, context, kv, chunk, free_bytes // 2, most, kept)
+
+
+def check_contexts(
+    spec: ModelSpec,
+    num_blocks: Sequence[int],
+    kv: KVType,
+    context: int,
+    free_bytes: int | None,
+    full_contexts: int,
+) -> None:
+    """ResourceError where a cache for several whole contexts is more than the free memory."""
+    from edgellm.cache.kv_storage import BLOCK_SIZE, kv_bytes_per_position
+
+    needed = sum(
+        blocks * BLOCK_SIZE * kv_bytes_per_position(spec, len(group.layers), kv)
+        for blocks, group in zip(num_blocks, spec.kv_groups, strict=True)
+    )
+    if free_bytes is not None and needed > free_bytes:
+        raise ResourceError(
+            f"the {kv.name} KV cache of {full_contexts} times {context} tokens needs {needed / 1e6:.0f} MB; "
+            f"{free_bytes / 1e6:.0f} MB are free: fewer at once, shorter ones, or --kv-dtype int8"
+        )
 
 
 def host_blocks_for(storage: Sequence[KVStorage], device: str) -> tuple[int, ...]:

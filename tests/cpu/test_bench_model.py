@@ -101,7 +101,7 @@ def test_the_tables_for_people_and_bench_model_by_its_name(
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["--batch", "99"], 2, "--batch takes numbers from 1 to 16"),
+        (["--batch", "2000"], 2, "--batch takes numbers from 1 to 1,024"),
         (["--slo", "fast"], 2, "--slo takes ttft=SECONDS"),
         (["--prompt-tokens", "4000"], 2, "and the context holds 512"),
         (["--kv-policy", "trim"], 2, "--kv-policy trim"),

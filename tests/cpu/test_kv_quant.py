@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from edgellm.cache.kv_copies import allocate_host_storage, apply_copies
+from edgellm.cache.kv_sizes import pool_blocks, pool_bytes
 from edgellm.cache.kv_storage import (
     KVType,
     allocate_storage,
     choose_kv_type,
+    group_layouts,
     kv_bytes,
     kv_bytes_per_position,
     kv_type,
@@ -130,6 +132,28 @@ def test_bytes_are_those_of_the_worked_numbers() -> None:
         f16 = kv_bytes_per_position(spec, 1, kv_type("f16"))
         assert round(f16 / kv_bytes_per_position(spec, 1, kv_type("int8")), 3) == gain
         assert round(f16 / kv_bytes_per_position(spec, 1, kv_type("int4")), 3) == 3.556
+
+
+def test_planned_bytes_are_those_that_are_allocated() -> None:
+    """Windows and global layers, every type: what `plan` counts and what the cache allocates, tails included,
+    for one sequence and for several contexts at once."""
+    spec = spec_of([40, 40, None], 2, 64, 1024)
+    for name in ("f32", "bf16", "int8", "int4"):
+        for contexts, at_once, kept in ((1, 1, None), (3, 3, None), (1, 4, 128)):
+            layouts = group_layouts(spec, 512, 64, 16, kept, at_once, 8, contexts)
+            counts = [layout.num_blocks for layout in layouts]
+            made = allocate_storage(spec, counts, kv_type(name), num_rings=at_once)
+            layers = [layer.window for layer in spec.layers]
+            planned = pool_bytes(
+                layers, 2, 64, 512, name, 64, 16,
+                kept=kept, num_sequences=at_once, lookahead=8, num_contexts=contexts,
+            )  # fmt: skip
+            assert planned == sum(pages.nbytes for pages in made)
+    # Windows: 39 positions before a chunk of 64, and 8 drafts on both sides of either.
+    assert pool_blocks([None, 40], 512, 64, 16, num_sequences=3, lookahead=8, num_contexts=3) == (
+        96,
+        9 + 2 * 5,
+    )
 
 
 @pytest.mark.parametrize("name", ["f32", "bf16", "int8", "int4"])

@@ -23,7 +23,7 @@ from edgellm_models.checkpoint.reader import Checkpoint
 from edgellm_models.errors import BadInputError, Notice, ResourceError
 from edgellm_models.network import read_spec
 from edgellm_models.network.decoder import Decoder, DecoderWeights
-from edgellm_models.network.hold import choose_hold, free_memory_bytes
+from edgellm_models.network.hold import choose_hold, free_memory_bytes, give_back_memory
 from edgellm_models.network.layers import LayerWeights
 from edgellm_models.network.spec import ModelSpec, RopeSpec
 from edgellm_models.network.spec_checks import MAX_FACTOR, MIN_FACTOR
@@ -90,6 +90,7 @@ def build_decoder(
     with _memory_errors(needed):
         spec = replace(spec, ropes=tuple(loader.rope(rope, i) for i, rope in enumerate(spec.ropes)))
         weights = loader.load()
+    give_back_memory()
     decoder = Decoder(spec, weights, chosen, [*checkpoint.notices, *loader.notices])
     decoder.notices += (loader.form_notice(decoder.weight_bytes),)
     return decoder
