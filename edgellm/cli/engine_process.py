@@ -165,8 +165,11 @@ class OwnedEngine:
         sampling: SamplingParams,
         tools: Sequence[Mapping[str, Any]] = (),
         constraint: ConstraintSpec | None = None,
+        template_variables: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[ChatEvent]:
-        return self._client.stream_chat(conversation_id, messages, sampling, tools, constraint)
+        return self._client.stream_chat(
+            conversation_id, messages, sampling, tools, constraint, template_variables
+        )
 
     async def count_tokens(self, messages: Sequence[ChatMessage]) -> int:
         return await self._client.count_tokens(messages)

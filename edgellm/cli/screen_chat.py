@@ -208,6 +208,22 @@ def serve_arguments(opening: Opening) -> list[str]:
     return arguments
 
 
+def _can_think(opening: Opening) -> bool | None:
+    """The model's chat template asks whether to think; None where its files are not here."""
+    from edgellm_models.checkpoint.headers import read_header
+    from edgellm_models.errors import EdgeLLMError
+    from edgellm_models.tokenizer import load_chat_templates
+
+    if opening.path is None or opening.url is not None:
+        return None
+    try:
+        header = read_header(opening.path)
+        templates = load_chat_templates(opening.path, header.file_format, header.metadata)
+    except EdgeLLMError:
+        return None
+    return templates is not None and "enable_thinking" in templates.templates.get("default", "")
+
+
 def chat_settings(opening: Opening, system: str, sampling: SamplingParams) -> ChatSettings:
     from edgellm.locations import Locations
     from edgellm_tui.settings import ChatSettings
@@ -219,6 +235,7 @@ def chat_settings(opening: Opening, system: str, sampling: SamplingParams) -> Ch
         sampling=sampling,
         system_prompt=system,
         constraint=opening.constraint,
+        can_think=_can_think(opening),
         sampling_origins=origins,
         chat_extra={"model_argument": opening.model_argument} if opening.model_argument else {},
         prompts_file=Locations.from_environment().state / "prompts.jsonl",

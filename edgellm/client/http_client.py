@@ -131,6 +131,7 @@ class HttpClient:
         sampling: SamplingParams,
         tools: Sequence[Mapping[str, Any]] = (),
         constraint: ConstraintSpec | None = None,
+        template_variables: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[ChatEvent]:
         """See contracts.ChatBackend. What the server refuses is raised; a failure on the way is in
         Finished."""
@@ -143,6 +144,8 @@ class HttpClient:
             constraint,
             ours=self.is_ours,
         )
+        if template_variables:
+            body["chat_template_kwargs"] = dict(template_variables)
         turn = _Turn()
         self._turns.setdefault(conversation_id, []).append(turn)
         reader = wire.StreamReader()

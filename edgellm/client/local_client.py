@@ -86,6 +86,7 @@ class LocalClient:
         sampling: SamplingParams,
         tools: Sequence[Mapping[str, Any]] = (),
         constraint: ConstraintSpec | None = None,
+        template_variables: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[ChatEvent]:
         """See contracts.ChatBackend. BadInputError when the messages cannot be answered, EngineError when the
         engine has failed; a failure on the way is in Finished."""
@@ -104,6 +105,7 @@ class LocalClient:
                 request_id=turn.request_id,
                 constraint=constraint,
                 kv_policy=self._kv_policy,
+                template_variables=template_variables,
             )
             if constraint is not None:  # compiling it is no work for an event loop
                 await asyncio.to_thread(self._engine.validate, built.request)

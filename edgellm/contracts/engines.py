@@ -106,8 +106,12 @@ class ChatBackend(Protocol):
         sampling: SamplingParams,
         tools: Sequence[Mapping[str, Any]] = (),
         constraint: ConstraintSpec | None = None,
+        template_variables: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[ChatEvent]:
-        """Streams the answer. Closing the iterator early, or ``cancel``, stops generation within a step."""
+        """Streams the answer. Closing the iterator early, or ``cancel``, stops generation within a step.
+
+        ``template_variables`` reach the chat template, such as ``enable_thinking``.
+        """
         ...
 
     async def count_tokens(self, messages: Sequence[ChatMessage]) -> int: ...

@@ -140,6 +140,23 @@ def test_tools_constraints_and_warnings() -> None:
         run(work, found.address)
 
 
+def test_the_template_is_told_whether_to_think() -> None:
+    template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking %} and think{% endif %}"
+    )
+    with serving(lambda: scripted_model(says("ok"), template=template)) as found:
+
+        async def work(client: HttpClient) -> None:
+            async def prompt_tokens(wanted: bool) -> int:
+                told = {"enable_thinking": wanted}
+                events = await collect(client.stream_chat("c", HELLO, SAMPLING, template_variables=told))
+                return last_of(events).usage.prompt_tokens
+
+            assert await prompt_tokens(True) > await prompt_tokens(False)
+
+        run(work, found.address)
+
+
 def test_refusals_are_errors_of_ours() -> None:
     with serving(api_keys=("right",)) as found:
         for key in (None, "wrong"):

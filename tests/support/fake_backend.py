@@ -94,8 +94,10 @@ class FakeBackend:
         sampling: SamplingParams,
         tools: Sequence[Mapping[str, Any]] = (),
         constraint: ConstraintSpec | None = None,
+        template_variables: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[ChatEvent]:
         self.constraints.append(constraint)
+        self.template_variables = dict(template_variables or {})
         script = self.scripts[min(len(self.calls), len(self.scripts) - 1)]
         self.calls.append((conversation_id, tuple(messages), sampling))
         self._cancel = asyncio.Event()

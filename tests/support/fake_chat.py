@@ -53,7 +53,13 @@ class RecordingBackend(FakeBackend):
     """Writes what it was asked to FAKE_RECORD, one JSON object per request."""
 
     def stream_chat(
-        self, conversation_id: str, messages: Any, sampling: Any, tools: Any = (), constraint: Any = None
+        self,
+        conversation_id: str,
+        messages: Any,
+        sampling: Any,
+        tools: Any = (),
+        constraint: Any = None,
+        template_variables: Any = None,
     ) -> Any:
         path = os.environ.get("FAKE_RECORD")
         if path:
@@ -69,7 +75,7 @@ class RecordingBackend(FakeBackend):
             }
             with open(path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(asked) + "\n")
-        return super().stream_chat(conversation_id, messages, sampling, tools, constraint)
+        return super().stream_chat(conversation_id, messages, sampling, tools, constraint, template_variables)
 
 
 def main() -> None:

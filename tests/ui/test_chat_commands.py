@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 from textual.widgets import Input
 
-from edgellm.contracts import MemoryPlan, ModelInfo, SamplingParams
+from edgellm.contracts import MemoryPlan, ModelInfo, SamplingParams, SearchHit
 from edgellm_models.errors import PullProgress, TransferError
 from edgellm_tui.app import EdgeChat
 from edgellm_tui.commands import COMMANDS, SLASH, completions
 from edgellm_tui.files import load_prompts
 from edgellm_tui.screens.chat import ChatScreen
 from edgellm_tui.screens.help import HelpScreen
-from edgellm_tui.screens.history import HistoryScreen
+from edgellm_tui.screens.history import HistoryScreen, by_chat, row_content
 from edgellm_tui.screens.models import ModelsScreen
 from edgellm_tui.screens.parameters import ParametersScreen
 from edgellm_tui.settings import ChatSettings
@@ -232,8 +232,10 @@ def test_panel_theme_thinking_help_and_completion() -> None:
             assert "no theme nosuch" in status(app).hint
             await send(pilot, app, "/think")
             assert "No answer here has thinking" in status(app).hint
-            await send(pilot, app, "/think on")
+            await send(pilot, app, "/think hard")
             assert "show or hide" in status(app).hint
+            await send(pilot, app, "/think off")
+            assert "does not think, if its chat template" in status(app).hint
             prompt(app).replace_text("/ed")
             await until(pilot, lambda: "/edit" in str(prompt(app).border_title), "offered")
             await pilot.press("tab")
@@ -259,6 +261,31 @@ def test_keys_can_be_other_ones() -> None:
             await until(pilot, lambda: "f7" in shown(app), "told by the help")
 
     asyncio.run(scenario())
+
+
+def test_think_off_reaches_the_template_and_is_refused_where_it_has_no_such_switch() -> None:
+    async def scenario(can_think: bool) -> None:
+        backend = FakeBackend()
+        app = chat_app(backend, can_think=can_think)
+        async with app.run_test(size=(120, 30)) as pilot:
+            await send(pilot, app, "/think off")
+            assert ("no such switch" in status(app).hint) is not can_think
+            await send(pilot, app, "Hello")
+            assert backend.template_variables == ({"enable_thinking": False} if can_think else {})
+
+    asyncio.run(scenario(True))
+    asyncio.run(scenario(False))
+
+
+def test_a_search_shows_each_chat_once() -> None:
+    """However often the words stand in a chat: one line for it, with its best place and how many more."""
+    chat = MemoryStore().create_chat(model="m", title="Birds")
+    hits = [SearchHit(chat, None, "Birds", ((0, 5),))]
+    hits += [SearchHit(chat, str(n), f"{n} birds in a very long row of words", ((2, 7),)) for n in range(3)]
+    [row] = by_chat(hits)
+    page = row_content(row, None, time.time(), 30).plain
+    assert page.count("Birds") == 1 and "0 birds in a very" in page and "and 2 more" in page
+    assert all(line.startswith("    ") and len(line) <= 30 for line in page.splitlines()[1:])
 
 
 def test_prompts_of_earlier_sessions_come_back(tmp_path: Path) -> None:

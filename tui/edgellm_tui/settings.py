@@ -17,6 +17,10 @@ class ChatSettings:
     system_prompt: str = ""
     constraint: ConstraintSpec | None = None
     """What every answer must be."""
+    template_variables: Mapping[str, object] = field(default_factory=dict)
+    """For the chat template of every answer."""
+    can_think: bool | None = None
+    """The model's template can be told whether to think; None where nobody knows."""
     theme: str = "edgellm-dark"
     """One of the screen's own themes or of Textual's."""
     flush_interval_s: float = 0.1

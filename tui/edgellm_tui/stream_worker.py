@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from textual.message_pump import MessagePump
 
@@ -151,11 +152,15 @@ class ReplyStream:
     async def _read(self) -> Finished | None:
         progress = self.progress
         turn_started = time.monotonic()
+        variables: dict[str, Any] = {}
+        if self._settings.template_variables:
+            variables["template_variables"] = self._settings.template_variables
         stream = self._backend.stream_chat(
             self._question.chat_id,
             self._question.messages,
             self._question.sampling,
             constraint=self._settings.constraint,
+            **variables,
         )
         async for event in stream:
             now = time.monotonic()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -61,10 +61,25 @@ class Row:
 
     chat: StoredChat
     hit: SearchHit | None = None
+    """The best place in it."""
+    places: int = 1
+    """Messages of it in which something was found."""
 
 
-def row_content(row: Row, current: str | None, now: float) -> Content:
-    """Title, age and size; below it the place that was found."""
+def by_chat(hits: Sequence[SearchHit]) -> list[Row]:
+    """One line for each chat, where its best find stands."""
+    found: dict[str, list[SearchHit]] = {}
+    for hit in hits:
+        found.setdefault(hit.chat.id, []).append(hit)
+    rows = []
+    for group in found.values():
+        messages = [hit for hit in group if hit.message_id is not None]
+        rows.append(Row(group[0].chat, (messages or group)[0], max(1, len(messages))))
+    return rows
+
+
+def row_content(row: Row, current: str | None, now: float, width: int = 0) -> Content:
+    """Title, age and size; below it the place that was found, in lines of ``width`` cells."""
     chat = row.chat
     mark = "● " if chat.id == current else ("★ " if chat.pinned else "  ")
     title = safe_line(chat.title) or "untitled"
@@ -73,7 +88,11 @@ def row_content(row: Row, current: str | None, now: float) -> Content:
     line = Content.assemble((mark, "$primary"), (title, "bold"), "  ", (facts, "dim"))
     if row.hit is None or row.hit.message_id is None:
         return line
-    return Content("\n").join([line, Content.assemble("    ", _excerpt(row.hit))])
+    found = _excerpt(row.hit)
+    if row.places > 1:
+        found = Content.assemble(found, (f"  and {row.places - 1} more", "dim"))
+    lines = found.wrap(width - 4) if width > 10 else [found]
+    return Content("\n").join([line, *(Content("    ") + part for part in lines)])
 
 
 class HistoryScreen(ModalScreen[str | None]):
@@ -136,7 +155,7 @@ class HistoryScreen(ModalScreen[str | None]):
 
         def read() -> list[Row]:
             if words:
-                return [Row(hit.chat, hit) for hit in self._store.search(words, limit=LISTED)]
+                return by_chat(self._store.search(words, limit=LISTED))
             return [Row(chat) for chat in self._store.list_chats(limit=LISTED)]
 
         try:
@@ -150,7 +169,8 @@ class HistoryScreen(ModalScreen[str | None]):
         at = options.highlighted or 0
         options.clear_options()
         now = time.time()
-        options.add_options([Option(row_content(row, self._current, now)) for row in rows])
+        width = options.scrollable_content_region.width - 1  # beside the scroll bar
+        options.add_options([Option(row_content(row, self._current, now, width)) for row in rows])
         if rows:
             options.highlighted = min(at, len(rows) - 1)
         else:

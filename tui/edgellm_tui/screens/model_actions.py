@@ -111,7 +111,8 @@ class ModelActions(ChatParts):
             return
         share = f" of {count_text(length)} ({total / length:.0%})" if length else ""
         questions = sum(message.role == "user" for message in turns)
-        parts = [f"{questions} question{'s' * (questions != 1)}, {len(turns) - questions} answers"]
+        answers = len(turns) - questions
+        parts = [f"{questions} question{'s' * (questions != 1)}, {answers} answer{'s' * (answers != 1)}"]
         if system:
             parts.append(f"a system prompt of {count_text(len(conversation.system))} characters")
         await self._show_notice(

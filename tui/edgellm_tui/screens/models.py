@@ -41,7 +41,7 @@ def plan_lines(plan: MemoryPlan) -> list[str]:
     """The estimate before loading."""
     return [
         f"weights {bytes_text(plan.weight_bytes)} + cache {bytes_text(plan.kv_bytes)} for "
-        f"{count_text(plan.context)} tokens + workspace {bytes_text(plan.workspace_bytes)} = "
+        f"{count_text(plan.context)} tokens + rest {bytes_text(plan.workspace_bytes)} = "
         f"{bytes_text(plan.total_bytes)} of {bytes_text(plan.available_bytes)}"
     ]
 
@@ -148,7 +148,7 @@ class ModelsScreen(ModalScreen[str | None]):
             f"{parameters_text(model.parameters):>5}",
             f"{safe_line(model.quantization):<15}",
             f"{bytes_text(model.file_bytes) if model.file_bytes else '':>8}",
-            f"{'here' if model.path else 'to fetch':<8}",
+            f"{'open' if model.name == self._current else 'here' if model.path else 'to fetch':<8}",
         ]
         fits, style = fits_text(self._plans.get(model.name))
         name = safe_line(model.name)
@@ -201,6 +201,9 @@ class ModelsScreen(ModalScreen[str | None]):
             return
         model = self._chosen()
         if model is None:
+            return
+        if model.name == self._current:
+            self.dismiss(None)
             return
         if not model.path:
             self._pull(model.name)

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from textual.app import SuspendNotSupported
@@ -85,9 +86,12 @@ class TextActions(ChatParts):
             self.show_hint(f"Saved to {path_text(path, 60)}")
 
     async def action_toggle_thinking(self, argument: str = "") -> None:
-        """Shows or folds away the thinking of all answers."""
+        """Shows or folds away the thinking of all answers; ``on`` and ``off`` tell the model what to do."""
+        if argument in ("on", "off"):
+            self._let_think(argument == "on")
+            return
         if argument not in ("", "show", "hide"):
-            raise BadInputError("/think takes show or hide; whether a model thinks is the model's own doing")
+            raise BadInputError("/think takes on or off for the model, show or hide for what it thought")
         self._thinking_shown = argument == "show" if argument else not self._thinking_shown
         found = False
         for message in self._transcript.messages():
@@ -95,6 +99,18 @@ class TextActions(ChatParts):
                 found = await message.show_thinking(self._thinking_shown) or found
         if not found:
             self.show_hint("No answer here has thinking to show")
+
+    def _let_think(self, wanted: bool) -> None:
+        if self._settings.can_think is False:
+            self.show_hint(
+                f"{self._model.name} cannot be told whether to think: its chat template has no such switch"
+            )
+            return
+        variables = dict(self._settings.template_variables) | {"enable_thinking": wanted}
+        self._settings = replace(self._settings, template_variables=variables)
+        word = "thinks" if wanted else "does not think"
+        unsure = "" if self._settings.can_think else ", if its chat template knows that"
+        self.show_hint(f"From the next answer on the model {word}{unsure}")
 
     # --- writing ---
 

@@ -13,7 +13,7 @@ def count_text(count: int) -> str:
 def parameters_text(parameters: int) -> str:
     """134515008 as 135M; empty for 0."""
     for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if parameters >= size:
+        if parameters >= 0.9995 * size:
             value = parameters / size
             return f"{value:.1f}{unit}" if value < 10 else f"{value:.0f}{unit}"
     return str(parameters) if parameters else ""

@@ -66,7 +66,7 @@ class ErrorLine(Static):
 
 
 class Welcome(Static):
-    """What an empty conversation shows: who answers, and the four keys that matter."""
+    """What an empty conversation shows: who answers, and the keys that matter."""
 
     def __init__(self, model: ModelInfo) -> None:
         name = safe_line(model.name)
@@ -80,6 +80,8 @@ class Welcome(Static):
             ("Enter", "send"),
             ("Ctrl+J", "new line"),
             ("Esc", "stop the answer"),
+            ("Ctrl+E", "edit the question"),
+            ("Ctrl+O", "another model"),
             ("Ctrl+S", "earlier chats"),
             ("F1", "all keys"),
         ]
