@@ -280,8 +280,10 @@ def test_think_off_reaches_the_template_and_is_refused_where_it_has_no_such_swit
 def test_a_search_shows_each_chat_once() -> None:
     """However often the words stand in a chat: one line for it, with its best place and how many more."""
     chat = MemoryStore().create_chat(model="m", title="Birds")
-    hits = [SearchHit(chat, None, "Birds", ((0, 5),))]
-    hits += [SearchHit(chat, str(n), f"{n} birds in a very long row of words", ((2, 7),)) for n in range(3)]
+    hits = [SearchHit(chat, None, "title", "Birds", ((0, 5),))]
+    hits += [
+        SearchHit(chat, str(n), "user", f"{n} birds in a very long row of words", ((2, 7),)) for n in range(3)
+    ]
     [row] = by_chat(hits)
     page = row_content(row, None, time.time(), 30).plain
     assert page.count("Birds") == 1 and "0 birds in a very" in page and "and 2 more" in page
