@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <limits>
 
 #include "attention.h"
@@ -126,7 +127,33 @@ void Step::multiply(Pool& pool, const StepLinear& linear, const float* x, int64_
   });
 }
 
-void Step::attend(Pool& pool, const StepCall& call, int64_t index) {
+// Behind the last K and V only rows whose logits are wanted matter: moves their q and residual to the front, and
+// `rows` is about them from then on. Leaves all as it is where they do not come in the batch's order.
+void Step::narrow(const StepCall& call, int64_t q_width, BatchRows& rows) {
+  const int64_t wanted = call.num_logit_rows, hidden = model_.hidden, sequences = rows.sequences;
+  if (wanted == rows.tokens) return;
+  for (int64_t i = 0; i < wanted; ++i) {
+    if (call.logit_rows[i] < (i == 0 ? rows.query_starts[0] : call.logit_rows[i - 1] + 1)) return;
+    if (call.logit_rows[i] >= rows.query_starts[sequences]) return;
+  }
+  int64_t* const positions = grown(b_.positions, wanted);
+  int32_t* const starts = grown(b_.query_starts, sequences + 1);
+  int64_t i = 0;
+  for (int64_t s = 0; s <= sequences; ++s) {
+    while (i < wanted && call.logit_rows[i] < rows.query_starts[s]) ++i;
+    starts[s] = static_cast<int32_t>(i);
+  }
+  for (i = 0; i < wanted; ++i) {
+    const int64_t from = call.logit_rows[i];
+    positions[i] = rows.positions[from];
+    std::memmove(b_.q.data() + i * q_width, b_.q.data() + from * q_width, static_cast<size_t>(q_width) * 4);
+    std::memmove(b_.residual.data() + i * hidden, b_.residual.data() + from * hidden, static_cast<size_t>(hidden) * 4);
+  }
+  rows = {positions, starts, sequences, wanted};
+}
+
+// `rows` are the batch's; behind the last layer's K and V those that the pass goes on with.
+void Step::attend(Pool& pool, const StepCall& call, int64_t index, BatchRows& rows) {
   const StepLayer& layer = layers_[index];
   const KVPages& pages = call.pages[index];
   const int64_t tokens = call.rows.tokens;
@@ -143,15 +170,16 @@ void Step::attend(Pool& pool, const StepCall& call, int64_t index) {
         pages, call.groups[layer.group].slot_mapping, model_.heads, ropes_[layer.rope].pairs, tokens, model_.eps};
     by_row(pool, tokens, [&](int64_t token) { qk_norm_rope_store(store, token); });
   }
+  if (index + 1 == model_.num_layers) narrow(call, model_.heads * pages.k_dim, rows);
   {
     Timer timer(seconds_[kAttention]);
-    const AttentionCall attention{b_.q.data(), b_.attended.data(), pages, call.groups[layer.group], call.rows,
+    const AttentionCall attention{b_.q.data(), b_.attended.data(), pages, call.groups[layer.group], rows,
                                   model_.heads, layer.window, model_.query_scale, model_.softcap};
     paged_attention(pool, attention);
-    quantize(pool, b_.attended.data(), layer.attn_output.k, tokens);
+    quantize(pool, b_.attended.data(), layer.attn_output.k, rows.tokens);
   }
   Timer timer(seconds_[kAttnOutput]);
-  multiply(pool, layer.attn_output, b_.attended.data(), tokens, b_.x.data());
+  multiply(pool, layer.attn_output, b_.attended.data(), rows.tokens, b_.x.data());
 }
 
 void Step::feed_forward(Pool& pool, const StepLayer& layer, int64_t rows) {
@@ -225,7 +253,8 @@ bool Step::start(Pool& pool, const StepCall& call) {
 bool Step::run(Pool& pool, const StepCall& call) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (!fits(call)) return false;
-  const int64_t tokens = call.rows.tokens, hidden = model_.hidden;
+  const int64_t hidden = model_.hidden;
+  BatchRows rows = call.rows;
   {
     Timer timer(seconds_[kEmbed]);
     start(pool, call);
@@ -239,18 +268,18 @@ bool Step::run(Pool& pool, const StepCall& call) {
     if ((skipped & kSkipsAttention) == 0) {
       {
         Timer timer(seconds_[kNorm]);
-        norm(pool, x, layer.attn_norm, post_norm, residual, b_.normed.data(), tokens, true);
+        norm(pool, x, layer.attn_norm, post_norm, residual, b_.normed.data(), rows.tokens, true);
       }
-      attend(pool, call, index);
+      attend(pool, call, index, rows);
       x = b_.x.data();
       post_norm = layer.post_attention_norm;
     }
     if ((skipped & kSkipsFeedForward) == 0) {
       {
         Timer timer(seconds_[kNorm]);
-        norm(pool, x, layer.ffn_norm, post_norm, residual, b_.normed.data(), tokens, true);
+        norm(pool, x, layer.ffn_norm, post_norm, residual, b_.normed.data(), rows.tokens, true);
       }
-      feed_forward(pool, layer, tokens);
+      feed_forward(pool, layer, rows.tokens);
       x = b_.x.data();
       post_norm = layer.post_ffn_norm;
     }
@@ -258,8 +287,9 @@ bool Step::run(Pool& pool, const StepCall& call) {
   Timer timer(seconds_[kHead]);
   float* const last_x = call.logits == nullptr ? call.last_x : b_.head_x.data();
   float* const last_residual = call.logits == nullptr ? call.last_residual : b_.head_residual.data();
+  const bool narrowed = rows.tokens != call.rows.tokens;
   for (int64_t i = 0; i < call.num_logit_rows; ++i) {
-    const int64_t from = call.logit_rows[i] * hidden;
+    const int64_t from = (narrowed ? i : call.logit_rows[i]) * hidden;
     std::copy(x + from, x + from + hidden, last_x + i * hidden);
     std::copy(residual + from, residual + from + hidden, last_residual + i * hidden);
   }

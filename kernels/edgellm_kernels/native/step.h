@@ -80,6 +80,8 @@ class Step {
   struct Buffers {
     std::vector<float> residual, normed, qkv, q, attended, x, gate_up, gated, cos, sin, head_x, head_residual;
     std::vector<ActivationBlock> blocks;
+    std::vector<int64_t> positions;      // of the rows that the last layer goes on with
+    std::vector<int32_t> query_starts;
   };
 
   bool fits(const StepCall& call) const;
@@ -89,7 +91,8 @@ class Step {
   void multiply(Pool& pool, const StepLinear& linear, const float* x, int64_t rows, float* out);
   const ActivationBlock* blocks_for(int64_t k) const;
   void quantize(Pool& pool, const float* x, int64_t k, int64_t rows);
-  void attend(Pool& pool, const StepCall& call, int64_t layer);
+  void attend(Pool& pool, const StepCall& call, int64_t layer, BatchRows& rows);
+  void narrow(const StepCall& call, int64_t q_width, BatchRows& rows);
   void feed_forward(Pool& pool, const StepLayer& layer, int64_t rows);
   bool start(Pool& pool, const StepCall& call);
 
