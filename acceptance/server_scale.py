@@ -1,4 +1,4 @@
-"""How many streams one server carries: speed, time to first token and memory, from one to more than it runs."""
+"""How many streams one server carries: speed, first token and memory, from one to more than run at once."""
 
 from __future__ import annotations
 

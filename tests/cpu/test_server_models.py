@@ -36,10 +36,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("llama", tmp_path_factory.mktemp("t") / "m", chat_template=TEMPLATE)
 
 
-@pytest.fixture(scope="module", params=["tcp", "unix"])
-def running(request: Any, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    where = {"uds": tmp_path_factory.mktemp("s") / "own" / "s"} if request.param == "unix" else {}
-    with serving(lambda: loaded_model(tiny, kernels="torch"), **where) as found:
+@pytest.fixture(scope="module")
+def running(tiny: Path) -> Iterator[Running]:
+    with serving(lambda: loaded_model(tiny, kernels="torch")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def on_socket(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    uds = tmp_path_factory.mktemp("s") / "own" / "s"
+    with serving(lambda: loaded_model(tiny, kernels="torch"), uds=uds) as found:
         yield found
 
 
@@ -56,10 +62,12 @@ def openai_client(running: Running, **fields: Any) -> Any:
     return openai.OpenAI(base_url=running.url, api_key="none", max_retries=0, **fields)
 
 
-def test_the_openai_client(running: Running) -> None:
+@pytest.mark.parametrize("where", ["running", "on_socket"])
+def test_the_openai_client(where: str, request: pytest.FixtureRequest) -> None:
     """One list over TCP and over the unix socket: what programs written for the API do."""
     import openai
 
+    running: Running = request.getfixturevalue(where)
     client = openai_client(running)
     assert [model.id for model in client.models.list()] == [MODEL]
     asked = {"model": MODEL, "messages": HELLO, "seed": 7, "max_tokens": 12}

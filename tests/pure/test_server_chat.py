@@ -7,7 +7,7 @@ import json
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -21,8 +21,11 @@ from tests.support.served import (
     MODEL,
     THINK_TEMPLATE,
     TOOL_TEMPLATE,
+    WAIT_S,
     Running,
     Script,
+    Scripted,
+    StepGate,
     chat_body,
     events_of,
     http,
@@ -63,6 +66,13 @@ def error_of(response: Any) -> dict[str, Any]:
     return error
 
 
+def until(claim: Callable[[], bool]) -> None:
+    end = time.monotonic() + WAIT_S
+    while not claim():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
+
+
 def joined(events: list[Any], key: str = "content", index: int = 0) -> str:
     return "".join(
         choice["delta"].get(key) or ""
@@ -95,16 +105,19 @@ def test_the_form_of_a_stream(running: Running) -> None:
 
 def test_events_are_sent_as_they_come() -> None:
     """G02: each is flushed; nothing waits for the end."""
+    gate = StepGate()
     with (
-        serving(lambda: scripted_model(says("abcdefghij"), delay_s=0.05)) as found,
+        serving(lambda: scripted_model(says("abcde"), gate=gate)) as found,
         http(found.address) as client,
+        client.stream("POST", "/v1/chat/completions", json=chat_body(stream=True)) as response,
     ):
-        times = []
-        with client.stream("POST", "/v1/chat/completions", json=chat_body(stream=True)) as response:
-            for line in response.iter_lines():
-                if line.startswith("data:"):
-                    times.append(time.monotonic())
-        assert times[-1] - times[1] > 0.2
+        events = (json.loads(line[5:]) for line in response.iter_lines() if line.startswith("data: {"))
+        assert next(events)["choices"][0]["delta"]["role"] == "assistant"
+        for letter in "abcde":
+            gate.let()  # the next step runs only once the last one's text is here
+            assert next(events)["choices"][0]["delta"] == {"content": letter}
+        gate.open()
+        assert next(events)["choices"][0]["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize("text", ["hello", "né 日本 🫠🫠 é", "  spaces  ", "a\nb\r\nc", '"quoted" \\ \t'])
@@ -398,32 +411,48 @@ def test_tool_choice_none_and_one_call_at_a_time() -> None:
 
 
 def test_a_full_queue_is_429_and_frees_itself() -> None:
-    with serving(lambda: scripted_model(says("z" * 40), max_running=2, delay_s=0.01), queue=1) as found:
+    gate = StepGate()
+    with serving(lambda: scripted_model(says("z" * 40), max_running=2, gate=gate), queue=1) as found:
         answers: list[int] = []
-
-        def ask() -> None:
-            response = post(found, chat_body())
-            answers.append(response.status_code)
-            if response.status_code == 429:
-                assert error_of(response)["code"] == "queue_full" and response.headers["retry-after"]
-
-        threads = [threading.Thread(target=ask) for _ in range(8)]
+        threads = [
+            threading.Thread(target=lambda: answers.append(post(found, chat_body()).status_code))
+            for _ in range(3)
+        ]
         for thread in threads:
             thread.start()
+        with http(found.address) as client:
+            until(lambda: client.get("/v1/edge/status").json()["open_requests"] == 3)
+        for stream in (False, True):
+            refused = post(found, chat_body(stream=stream))
+            assert refused.status_code == 429 and refused.headers["retry-after"]
+            assert error_of(refused)["code"] == "queue_full"
+        gate.open()
         for thread in threads:
             thread.join()
-        assert answers.count(200) >= 3 and answers.count(429) >= 1
-        assert set(answers) == {200, 429}
+        assert answers == [200, 200, 200]
         assert post(found, chat_body()).status_code == 200
 
 
 def test_request_timeout_cuts_an_answer_and_says_so() -> None:
-    with serving(lambda: scripted_model(says("z" * 500), delay_s=0.01), request_timeout_s=0.15) as found:
-        body = post(found, chat_body()).json()
-        assert body["choices"][0]["finish_reason"] == "length" and body["choices"][0]["message"]["content"]
+    def clock() -> float:
+        """An hour and more goes by once three tokens were made."""
+        made = found.runner.plans if found is not None else ()
+        return time.monotonic() + (4000 if len(made) >= 3 else 0)
+
+    found: Scripted | None = None
+
+    def make() -> Scripted:
+        nonlocal found
+        found = scripted_model(says("z" * 500), clock=clock)
+        return found
+
+    with serving(make, request_timeout_s=3600.0) as found_server:
+        body = post(found_server, chat_body()).json()
+        [choice] = body["choices"]
+        assert choice["finish_reason"] == "length" and choice["message"]["content"] == "zzz"
         assert body["edgellm"]["finish_reason"] == "timeout"
         assert "deadline" in [notice["kind"] for notice in body["edgellm"]["notices"]]
-        with http(found.address) as client:
+        with http(found_server.address) as client:
             assert 'requests_total{status="timeout"} 1' in client.get("/metrics").text
 
 
@@ -475,11 +504,8 @@ def test_clients_that_leave_at_any_moment_leave_nothing_behind() -> None:
 
         asyncio.run(all_leave())
         engine = found.scripted.model.engine
-        end = time.monotonic() + 5
-        while engine.call(found.scripted.core.has_work) and time.monotonic() < end:
-            time.sleep(0.02)
+        until(lambda: not engine.call(found.scripted.core.has_work))
         counts = engine.stats().kv_blocks
-        assert not engine.call(found.scripted.core.has_work)
         assert counts["used"] == counts["shared"] == 0
         engine.call(found.scripted.core.check_integrity)
         with http(found.address) as client:
@@ -490,7 +516,8 @@ def test_clients_that_leave_at_any_moment_leave_nothing_behind() -> None:
 
 def test_64_clients_at_once_get_their_own_texts_while_health_answers() -> None:
     """G18: streaming and not; nothing crashes, mixes or starves."""
-    with serving(lambda: scripted_model(delay_s=0.001), queue=100) as found:
+    gate = StepGate()
+    with serving(lambda: scripted_model(delay_s=0.001, gate=gate), queue=100) as found:
         import httpx2
 
         async def ask(client: Any, number: int) -> None:
@@ -504,16 +531,22 @@ def test_64_clients_at_once_get_their_own_texts_while_health_answers() -> None:
 
         async def main() -> None:
             limits = httpx2.Limits(max_connections=100)
-            async with httpx2.AsyncClient(base_url=found.address, timeout=30, limits=limits) as client:
+            async with httpx2.AsyncClient(
+                base_url=found.address, timeout=WAIT_S, limits=limits, verify=False
+            ) as client:
                 work = asyncio.gather(*(ask(client, number) for number in range(64)))
                 polls = 0
                 while not work.done():
                     for path in ("/health", "/v1/models"):
                         assert (await client.get(path)).status_code == 200
                     polls += 1
+                    if polls <= 5:
+                        gate.let(2)  # answered with requests under way, whatever the machine does
+                    else:
+                        gate.open()
                     await asyncio.sleep(0.01)
                 await work
-                assert polls > 3
+                assert polls > 5
 
         asyncio.run(main())
         with http(found.address) as client:

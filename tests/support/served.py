@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from typing import Any
 
 from edgellm.cache.kv_manager import KVManager
 from edgellm.cache.sequence_blocks import GroupLayout
-from edgellm.contracts import SamplingParams
+from edgellm.contracts import SamplingParams, StepPlan, StepResult
 from edgellm.engine.async_engine import AsyncEngine
 from edgellm.engine.engine import Engine
 from edgellm.server.lifecycle import Server
@@ -32,6 +33,8 @@ TEMPLATE = (
 TOOL_TEMPLATE = "{% if tools %}{{ tools | tojson }}{% endif %}" + TEMPLATE + "{# <tool_call> #}"
 THINK_TEMPLATE = TEMPLATE + "{# <think> </think> #}"
 MODEL = "scripted"
+WAIT_S = 60
+"""For what takes no time on a machine with nothing else to do."""
 
 Script = Callable[[tuple[int, ...]], Sequence[int]]
 
@@ -45,6 +48,28 @@ def echoes(prompt: tuple[int, ...]) -> Sequence[int]:
     """Every answer is the last line of the prompt before the generation prompt, reversed."""
     line = [b"", b"", *bytes(t for t in prompt if t < 256).rsplit(b"\n", 2)][-2]
     return [*line.rpartition(b"]")[2][::-1], END_ID]
+
+
+class StepGate:
+    """Steps of a scripted engine, run only as far as a test lets them."""
+
+    def __init__(self) -> None:
+        self._steps = threading.Semaphore(0)
+        self._open = threading.Event()
+
+    def let(self, steps: int = 1) -> None:
+        """So many more steps may run."""
+        self._steps.release(steps)
+
+    def open(self) -> None:
+        """From now on every step may."""
+        self._open.set()
+        self._steps.release()
+
+    def wait(self) -> None:
+        """Called before a step."""
+        if not self._open.is_set():
+            assert self._steps.acquire(timeout=WAIT_S), "the test never let the engine step"
 
 
 @dataclass
@@ -65,10 +90,20 @@ def scripted_model(
     max_running: int = 8,
     sampling: SamplingParams | None = None,
     delay_s: float = 0.0,
+    gate: StepGate | None = None,
+    clock: Callable[[], float] = time.monotonic,
     **runner_fields: Any,
 ) -> Scripted:
-    """``delay_s``: of every step."""
+    """``delay_s``: of every step; ``gate``: what each waits for."""
     runner = FakeRunner(script, delay_s=delay_s, **runner_fields)
+    if gate is not None:
+        execute = runner.execute
+
+        def gated(plan: StepPlan) -> StepResult:
+            gate.wait()
+            return execute(plan)
+
+        runner.execute = gated  # type: ignore[method-assign]
     tokenizer = ByteTokenizer()
     core = Engine(
         runner,
@@ -78,6 +113,7 @@ def scripted_model(
         vocab_size=258,
         make_decoder=lambda request: StreamDecoder(tokenizer, shown_ids=request.shown_token_ids),
         max_running=max_running,
+        clock=clock,
     )
     engine = AsyncEngine(core)
     info = replace(FAKE_MODEL, name=MODEL, context_length=context)
@@ -145,16 +181,16 @@ def serving(
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
     thread.start()
-    assert started.wait(10)
+    assert started.wait(WAIT_S)
     if wait:
-        assert ready.wait(10)
+        assert ready.wait(WAIT_S)
     try:
         yield Running(address, server, loops[0], made, accesses)
     finally:
         if not loops[0].is_closed():
             loops[0].call_soon_threadsafe(server.stop)
             loops[0].call_soon_threadsafe(server.stop)  # at once
-        thread.join(15)
+        thread.join(WAIT_S)
         server.release()
         assert not thread.is_alive(), "the server did not end"
 
@@ -166,8 +202,8 @@ def http(address: str, **fields: Any) -> Any:
     fields.setdefault("verify", False)  # nothing is encrypted, and reading certificates takes 30 ms
     if address.startswith("unix:"):
         transport = httpx2.HTTPTransport(uds=address.removeprefix("unix:"))
-        return httpx2.Client(transport=transport, base_url="http://localhost", timeout=30, **fields)
-    return httpx2.Client(base_url=address, timeout=30, **fields)
+        return httpx2.Client(transport=transport, base_url="http://localhost", timeout=WAIT_S, **fields)
+    return httpx2.Client(base_url=address, timeout=WAIT_S, **fields)
 
 
 def events_of(text: str) -> list[Any]:
