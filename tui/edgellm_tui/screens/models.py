@@ -151,6 +151,8 @@ class ModelsScreen(ModalScreen[str | None]):
             f"{'open' if model.name == self._current else 'here' if model.path else 'to fetch':<8}",
         ]
         fits, style = fits_text(self._plans.get(model.name))
+        if model.architecture and not model.has_chat_template:  # in the catalog, which knows
+            fits, style = "no chat", "$warning"
         name = safe_line(model.name)
         cells = self.query_one(OptionList).content_size.width
         wide = cells >= ONE_LINE_CELLS
@@ -207,6 +209,11 @@ class ModelsScreen(ModalScreen[str | None]):
             return
         if not model.path:
             self._pull(model.name)
+            return
+        if model.architecture and not model.has_chat_template:
+            self._say(
+                f"{model.name} is a base model: it goes on with a text (edgellm complete), it cannot chat"
+            )
             return
         plan = self._plans.get(model.name)
         if plan is not None and plan.available_bytes and not plan.fits and self._sure != model.name:

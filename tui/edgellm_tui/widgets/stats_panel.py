@@ -118,7 +118,7 @@ def _map_legend(snap: Snapshot) -> list[Content]:
     ]
 
 
-def wide_lines(snap: Snapshot, history: History, cells: int) -> list[Content]:
+def wide_lines(snap: Snapshot, history: History, cells: int, map_rows: int = MAP_ROWS) -> list[Content]:
     """The panel beside the conversation."""
     head = "bold $primary"
     lines = [Content.styled("Speed", head), *(_row(*pair) for pair in _rates(snap))]
@@ -148,7 +148,7 @@ def wide_lines(snap: Snapshot, history: History, cells: int) -> list[Content]:
             Content.styled(meter(share, cells), shown),
             _row(f"{share:.0%}", figures, "" if style == "dim" else style),
         ]
-    grid = _map(snap, cells, MAP_ROWS)
+    grid = _map(snap, cells, map_rows)
     if grid:
         lines += [Content(""), Content.styled("Cache", head), *grid]
         legend = _map_legend(snap)
@@ -227,8 +227,14 @@ class StatsPanel(Widget):
 
     def render(self) -> Content:
         cells = max(8, self.content_size.width)
-        strip = self.has_class("-strip")
-        lines = (narrow_lines if strip else wide_lines)(self.snapshot, self.history, cells)
-        if strip and self.screen.has_class("-short"):
-            lines = lines[:SHORT_LINES]
+        if self.has_class("-strip"):
+            lines = narrow_lines(self.snapshot, self.history, cells)
+            if self.screen.has_class("-short"):
+                lines = lines[:SHORT_LINES]
+        else:
+            lines = wide_lines(self.snapshot, self.history, cells)
+            if len(lines) > self.content_size.height:
+                lines = wide_lines(self.snapshot, self.history, cells, map_rows=1)
+            if len(lines) > self.content_size.height:
+                lines = [line for line in lines if line.plain]
         return Content("\n").join(line.truncate(cells, ellipsis=True) for line in lines)
