@@ -8,7 +8,15 @@ from pathlib import Path
 
 from acceptance.harness import record
 
-NOT_SCRIPTS = {"__init__", "__main__", "engines", "harness", "llama_cpp_tools", "quality_text"}
+NOT_SCRIPTS = {
+    "__init__",
+    "__main__",
+    "engines",
+    "harness",
+    "llama_cpp_tools",
+    "quality_text",
+    "random_shapes",
+}
 
 
 def main() -> int:

@@ -38,7 +38,7 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECA
     ),
 )
 @model_argument()
-@setting_options("model", "ctx", "kv_dtype")
+@setting_options("model", "ctx", "kv_dtype", "kv_policy", "kv_window", "kv_budget", "kernels", "spec")
 @option("--batch", type=click.IntRange(1, 65536), default=1, help="Sequences at once.  [default: 1]")
 @option("--memory", metavar="SIZE", help="Memory of the machine, such as 24GiB or 16GB.  [default: free now]")
 @option(
@@ -98,11 +98,14 @@ def command(
     """Say what a model needs and how fast it can be: memory, contexts, batches, ceilings, speculation.
 
     The weights need not be there: a config.json, a GGUF header or a catalog entry is enough. Where nothing
-    is said of the KV type it is f32 for this machine, bf16 for one whose memory or bandwidth is stated.
+    is said of the KV type it is f32 for this machine, bf16 for one whose memory or bandwidth is stated. On
+    this machine the program itself, torch above all, counts too; --kernels torch holds weights as f32.
     """
+    from edgellm.cache.eviction import most_positions
     from edgellm.cli.model_access import named_by
     from edgellm.planning.machine import free_memory, read_bandwidth
-    from edgellm.planning.planner import Machine, Wish, make_plan
+    from edgellm.planning.planner import BLOCK_SIZE, Machine, Wish, make_plan
+    from edgellm.speculative.drafter import MAX_DRAFT
 
     output = current_output()
     settled = resolve_settings(settings, model=model_name)
@@ -116,7 +119,10 @@ def command(
         memory_bytes=None if total is None else int(total * memory_fraction),
         bandwidth_gb_s=bandwidth,
         tflops=flops,
+        holds_process=memory is None,
     )
+    kept_tokens = settled.kv_window if settled.kv_policy == "window" else settled.kv_budget
+    kernels = _kernels(settled.kernels, here=memory is None and measured is not None)
     kv_dtype = settled.kv_dtype
     if kv_dtype == "auto":  # as the engine takes it: exact here, 16 bits on a card, which others describe
         kv_dtype = "f32" if memory is None and measured is not None else "bf16"
@@ -124,16 +130,29 @@ def command(
         context=settled.ctx or shape.context_length,
         batch=batch,
         kv_dtype=kv_dtype,
+        kept=most_positions(settled.kv_policy, kept_tokens, BLOCK_SIZE),
+        lookahead=0 if settled.spec == "off" else MAX_DRAFT,
+        kernels=kernels,
         acceptance=acceptance,
         draft_cost=draft_cost,
         draft_tokens=draft_tokens,
         prompt_tokens=prompt_tokens,
     )
-    plan = make_plan(shape, wish, machine)
+    plan = make_plan(shape, wish, machine, shape.held_bytes(kernels))
     if as_json:
-        output.json(as_data(name, shape, plan, bandwidth, flops, measured is not None))
+        data = as_data(name, shape, plan, bandwidth, flops, measured is not None)
+        output.json(data | {"kernels": kernels, "kv_policy": settled.kv_policy})
     else:
         print_plan(output, name, shape, plan, bandwidth, flops, measured is not None)
+
+
+def _kernels(asked: str, *, here: bool) -> str:
+    """native or torch, as the engine takes them; a stated machine is a card's, which packs weights too."""
+    if asked != "auto":
+        return "torch" if asked == "torch" else "native"
+    from edgellm_kernels.native_library import find_library
+
+    return "torch" if here and find_library() is None else "native"
 
 
 def model_shape(argument: str, output: Output) -> tuple[str, ModelShape]:

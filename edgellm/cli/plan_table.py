@@ -27,7 +27,9 @@ def rows(
         f"({plan.kv_bytes_per_token:,} bytes per token)",
     )
     yield "workspace", size(plan.workspace_bytes)
-    total = size(plan.total_bytes)
+    where = "in the same memory" if plan.holds_process else "in the host's memory"
+    yield "the program itself", f"{size(plan.process_bytes)} {where}: torch, imports, tokenizer"
+    total = size(plan.needed_bytes)
     if plan.memory_bytes is not None:
         verdict = "fits in" if plan.fits else "does not fit in"
         total += f", {verdict} the {size(plan.memory_bytes)} that may be used"

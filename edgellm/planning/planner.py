@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from edgellm.cache.kv_sizes import sequence_kv_bytes
+from edgellm.cache.kv_sizes import pool_bytes, sequence_kv_bytes
 from edgellm.planning import roofline, speculation
 from edgellm.planning.shape import ModelShape
-from edgellm.planning.workspace import workspace_bytes
+from edgellm.planning.workspace import NATIVE, PREFILL_CHUNK, process_bytes, workspace_bytes
 
 BLOCK_SIZE = 16
+LARGEST_BATCH = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,8 @@ class Machine:
     """Memory that may be used, already multiplied with the share that is to be used."""
     bandwidth_gb_s: float | None = None
     tflops: float | None = None
+    holds_process: bool = False
+    """The program itself lives in that memory too: the CPU's."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,12 @@ class Wish:
     context: int
     batch: int = 1
     kv_dtype: str = "f16"
+    kept: int | None = None
+    """Positions that lossy eviction leaves at most in layers without a window."""
+    lookahead: int = 0
+    """Tokens that a sequence may draft: windows keep as many more positions, on both sides."""
+    kernels: str = NATIVE
+    """native or torch: how much they compute at once. Cards' are counted as native."""
     acceptance: float | None = None
     draft_cost: float | None = None
     draft_tokens: int = 4
@@ -65,7 +75,13 @@ class Plan:
     kv_bytes_per_sequence: int
     """At the whole context, in whole blocks, what lies behind windows freed."""
     kv_bytes: int
+    """Of the whole cache for the batch, as the engine allocates it: whole blocks, windows with room for a
+    chunk of a prompt and for drafts, unquantized tails."""
     workspace_bytes: int
+    process_bytes: int
+    """Of the program before any model, torch above all, and its tokenizer: beside the three on a CPU."""
+    loading_bytes: int
+    """The largest tensor twice, as the file has it and packed: a peak that loading may have."""
     memory_bytes: int | None
     largest_context: int | None
     """For the batch; at most the trained one, 0 where nothing fits."""
@@ -89,6 +105,8 @@ class Plan:
     prompt_tokens: int
     speculation: SpeculationPlan | None
     lever: str
+    holds_process: bool = False
+    """``process_bytes`` lie in that memory too."""
 
     @property
     def total_bytes(self) -> int:
@@ -96,7 +114,13 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        return None if self.memory_bytes is None else self.total_bytes <= self.memory_bytes
+        """Whether the total, with the program where it lives there too, is at most the memory."""
+        return None if self.memory_bytes is None else self.needed_bytes <= self.memory_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """The total, and the program's own bytes where they lie in the same memory."""
+        return self.total_bytes + (self.process_bytes if self.holds_process else 0)
 
 
 def make_plan(shape: ModelShape, wish: Wish, machine: Machine, held_bytes: int | None = None) -> Plan:
@@ -106,7 +130,8 @@ def make_plan(shape: ModelShape, wish: Wish, machine: Machine, held_bytes: int |
     """
     context = min(wish.context, shape.context_length)
     weights = shape.weight_bytes if held_bytes is None else held_bytes
-    workspace = workspace_bytes(shape, wish.batch)
+    workspace = _workspace(shape, wish, context, wish.batch)
+    process = process_bytes(shape)
     per_sequence = _kv(shape, context, wish.kv_dtype)
     step_kv = wish.batch * per_sequence
     step = shape.step_bytes + step_kv
@@ -120,9 +145,14 @@ def make_plan(shape: ModelShape, wish: Wish, machine: Machine, held_bytes: int |
             compute = roofline.compute_bound_batch(bits, machine.tflops, machine.bandwidth_gb_s)
     largest_context = largest_batch = None
     if machine.memory_bytes is not None:
-        room = machine.memory_bytes - weights - workspace
-        largest_context = _largest_context(shape, wish.kv_dtype, room // wish.batch)
-        largest_batch = max(0, room) // per_sequence if per_sequence else None
+        room = machine.memory_bytes - weights - (process if machine.holds_process else 0)
+
+        def fits(context: int, batch: int) -> bool:
+            kv = _pool(shape, wish, context, batch)
+            return kv + _workspace(shape, wish, context, batch) <= room
+
+        largest_context = _largest(shape.context_length, lambda tokens: fits(tokens, wish.batch))
+        largest_batch = _largest(LARGEST_BATCH, lambda batch: fits(context, batch))
     plan = Plan(
         context=context,
         batch=wish.batch,
@@ -132,8 +162,10 @@ def make_plan(shape: ModelShape, wish: Wish, machine: Machine, held_bytes: int |
             [None] * shape.num_layers, shape.num_kv_heads, shape.head_dim, 1, wish.kv_dtype
         ),
         kv_bytes_per_sequence=per_sequence,
-        kv_bytes=wish.batch * per_sequence,
+        kv_bytes=_pool(shape, wish, context, wish.batch),
         workspace_bytes=workspace,
+        process_bytes=process,
+        loading_bytes=2 * shape.largest_bytes,
         memory_bytes=machine.memory_bytes,
         largest_context=largest_context,
         largest_batch=largest_batch,
@@ -149,6 +181,7 @@ def make_plan(shape: ModelShape, wish: Wish, machine: Machine, held_bytes: int |
         prompt_tokens=wish.prompt_tokens,
         speculation=_speculation(wish),
         lever="",
+        holds_process=machine.holds_process,
     )
     return _with_lever(plan)
 
@@ -157,11 +190,40 @@ def _kv(shape: ModelShape, tokens: int, kv_dtype: str) -> int:
     return sequence_kv_bytes(shape.windows, shape.num_kv_heads, shape.head_dim, tokens, kv_dtype, BLOCK_SIZE)
 
 
-def _largest_context(shape: ModelShape, kv_dtype: str, room: int) -> int:
-    low, high = 0, shape.context_length
+def _pool(shape: ModelShape, wish: Wish, context: int, batch: int) -> int:
+    """Bytes of the cache that the engine allocates for ``batch`` sequences of ``context`` tokens."""
+    return pool_bytes(
+        shape.windows,
+        shape.num_kv_heads,
+        shape.head_dim,
+        context,
+        wish.kv_dtype,
+        PREFILL_CHUNK,
+        BLOCK_SIZE,
+        kept=wish.kept,
+        num_sequences=batch,
+        lookahead=wish.lookahead,
+        num_contexts=batch,
+    )
+
+
+def _workspace(shape: ModelShape, wish: Wish, context: int, batch: int) -> int:
+    return workspace_bytes(
+        shape,
+        batch,
+        context,
+        kernels=wish.kernels,
+        drafted=wish.lookahead,
+        decodes_kv=wish.kv_dtype != "f32",
+    )
+
+
+def _largest(most: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to ``most`` that fits, where all smaller ones do; 0 where none does."""
+    low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
-        if _kv(shape, middle, kv_dtype) <= room:
+        if fits(middle):
             low = middle
         else:
             high = middle - 1
@@ -219,8 +281,8 @@ def _with_lever(plan: Plan) -> Plan:
 def _lever(plan: Plan) -> str:
     """One line: what to change first. What does not fit comes before what could be faster."""
     if plan.memory_bytes is not None and not plan.fits:
-        over = (plan.total_bytes - plan.memory_bytes) / 1e9
-        if plan.weight_bytes + plan.workspace_bytes > plan.memory_bytes:
+        over = (plan.needed_bytes - plan.memory_bytes) / 1e9
+        if plan.needed_bytes - plan.kv_bytes > plan.memory_bytes:
             return f"weight bits: {over:.2f} GB too much, and the weights alone do not fit"
         return f"KV type: {over:.2f} GB too much; int8 KV or a smaller context makes room"
     if plan.compute_bound_batch is not None and plan.batch >= plan.compute_bound_batch:

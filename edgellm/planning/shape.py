@@ -41,12 +41,21 @@ class ModelShape:
     """Bytes of those: what a decode step reads of the weights."""
     layer_bytes: int
     """Bytes of the decoder layers alone, without embedding, head and last norm."""
+    largest_bytes: int
+    """Bytes of the largest tensor."""
     is_estimate: bool
     """The bytes follow from the shape and one type for all weights; no tensor was declared."""
 
     @property
     def num_layers(self) -> int:
         return len(self.windows)
+
+    def held_bytes(self, kernels: str) -> int:
+        """Weights in memory: packed they take what they take in the file; torch computes with f32, and keeps
+        only an embedding that is no head in the file's form."""
+        if kernels != "torch":
+            return self.weight_bytes
+        return 4 * self.step_parameters + self.weight_bytes - self.step_bytes
 
     @property
     def bits_per_weight(self) -> float:
@@ -84,6 +93,7 @@ def shape_of(
         step_parameters=parameters - (embedding[0] if looked_up else 0),
         step_bytes=weight_bytes - (embedding[1] if looked_up else 0),
         layer_bytes=sum(nbytes for name, (_, nbytes) in sizes.items() if name not in outside),
+        largest_bytes=max(nbytes for name, (_, nbytes) in sizes.items() if name != "blk.weight"),
         is_estimate=not tensors,
     )
 
@@ -185,5 +195,6 @@ def catalog_shape(entry: CatalogEntry) -> ModelShape | None:
         step_parameters=parameters,
         step_bytes=weight_bytes,
         layer_bytes=weight_bytes,
+        largest_bytes=math.ceil(GUESSED_VOCAB * hidden * weight_bytes / parameters),
         is_estimate=True,
     )

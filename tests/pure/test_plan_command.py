@@ -37,6 +37,32 @@ def test_a_config_is_enough(config: Path) -> None:
     assert "no weights" in done.stderr
 
 
+def test_eviction_kernels_and_drafts_are_planned(config: Path) -> None:
+    """What `--kv-policy`, `--kernels` and `--spec` change, and the program itself, named apart."""
+    asked = (
+        "plan",
+        str(config),
+        "--ctx",
+        "8192",
+        "--kv-dtype",
+        "f16",
+        "--memory",
+        "24GiB",
+        "--bandwidth",
+        "9",
+    )
+    whole = json.loads(run_edgellm(*asked, "--json").stdout)
+    evicting = run_edgellm(*asked, "--kv-policy", "window", "--kv-window", "1024", "--json")
+    assert evicting.returncode == 0, evicting.stderr
+    assert json.loads(evicting.stdout)["kv_bytes"] < whole["kv_bytes"] // 2
+    plain = json.loads(run_edgellm(*asked, "--spec", "off", "--json").stdout)
+    assert whole["workspace_bytes"] - plain["workspace_bytes"] == 16 * 4 * 128_256
+    as_floats = json.loads(run_edgellm(*asked, "--kernels", "torch", "--json").stdout)
+    assert as_floats["weight_bytes"] > 1.9 * whole["weight_bytes"]
+    shown = run_edgellm(*asked).stdout
+    assert "the program itself" in shown and "in the host's memory" in shown
+
+
 def test_the_folder_of_a_config_is_the_same(config: Path) -> None:
     asked = ("--bandwidth", "1", "--memory", "9GB")
     by_folder = run_edgellm("plan", str(config.parent), *asked)

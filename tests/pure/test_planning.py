@@ -292,6 +292,43 @@ def test_the_plan_holds_together() -> None:
     assert plan.speculation.speed_up == pytest.approx(2.460, abs=5e-4)
 
 
+def test_the_cache_of_a_plan_has_room_for_chunks_drafts_and_tails() -> None:
+    """Beside the KV that decoding needs (the worked numbers), a window holds the chunk of a prompt and drafts
+    that may be taken back, and int4 its unquantized tail."""
+    of = shape(published.GEMMA3_270M)
+    assert (of.windows.count(512), of.windows.count(None)) == (15, 3)
+    per_block = 16 * 1024
+    plan = make_plan(of, Wish(context=32_768), Machine())
+    assert plan.kv_bytes_per_sequence == (3 * 2_048 + 15 * 33) * per_block
+    assert plan.kv_bytes == (3 * 2_048 + 15 * 65) * per_block
+    drafting = make_plan(of, Wish(context=32_768, lookahead=16), Machine())
+    assert drafting.kv_bytes == (3 * 2_048 + 15 * 67) * per_block
+    assert drafting.workspace_bytes - plan.workspace_bytes == 4 * 16 * of.vocab_size
+    two = make_plan(of, Wish(context=32_768, batch=2), Machine())
+    assert two.kv_bytes == (2 * 3 * 2_048 + 15 * (65 + 33)) * per_block
+    kept = make_plan(of, Wish(context=32_768, kept=1_024), Machine())
+    assert kept.kv_bytes == (3 * 64 + 15 * 65) * per_block
+    assert kept.largest_batch is None
+    eight = shape(published.LLAMA3_8B)
+    int4 = make_plan(eight, Wish(context=1_024, batch=2, kv_dtype="int4"), Machine())
+    assert int4.kv_bytes == 2 * (1_024 * 2 * 8 * 72 + 176 * 2 * 8 * 256) * 32
+
+
+def test_what_kernels_hold_and_what_the_program_takes() -> None:
+    """torch computes with f32 and keeps the file's form only of an embedding that is no head; the program
+    counts where it lives in the same memory."""
+    tied, untied = shape(published.SMOLLM2_135M, 4.5), shape(published.LLAMA3_8B, 4.5)
+    assert tied.held_bytes("native") == tied.weight_bytes
+    assert tied.held_bytes("torch") == 4 * tied.parameters
+    table = 128_256 * 4_096
+    assert untied.held_bytes("torch") == 4 * (untied.parameters - table) + table * 9 // 16
+    room = Machine(memory_bytes=300_000_000)
+    assert make_plan(tied, Wish(context=1_024), room).fits
+    here = make_plan(tied, Wish(context=1_024), Machine(memory_bytes=300_000_000, holds_process=True))
+    assert not here.fits and here.process_bytes > 256_000_000
+    assert here.needed_bytes == here.total_bytes + here.process_bytes
+
+
 def test_where_kv_passes_the_weights() -> None:
     of = shape(published.LLAMA2_7B)
     longer = _with_context(of, 65_536)

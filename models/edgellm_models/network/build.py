@@ -292,6 +292,8 @@ class _Loader:
         """Gives the file's pages back where the weights are copies of them: they would count twice."""
         if self.hold != "blocks":
             self.checkpoint.release_pages()
+        if self.hold == "dense":  # between weights that stay, the scratch memory of decoding would pile up
+            give_back_memory()
         return made
 
     def _layer(self, layer: int) -> LayerWeights:
