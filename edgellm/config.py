@@ -96,7 +96,7 @@ SETTINGS = (
         "kv_policy",
         "choice",
         "What goes when context or memory is full: nothing (stop), oldest turns of a chat (trim, for a chat "
-        "that is told nothing), or KV that the model then no longer sees (window, budget).",
+        "that is told nothing), or KV that the model then no longer sees (window; budget is experimental).",
         "stop",
         ("stop", "trim", "window", "budget"),
     ),
@@ -107,7 +107,9 @@ SETTINGS = (
         2048,
         minimum=1,
     ),
-    Setting("kv_budget", "integer", "Tokens that --kv-policy budget keeps in all.", 2048, minimum=1),
+    Setting(
+        "kv_budget", "integer", "Tokens that --kv-policy budget (experimental) keeps in all.", 2048, minimum=1
+    ),
     Setting(
         "spec",
         "choice",

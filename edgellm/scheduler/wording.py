@@ -44,7 +44,7 @@ def evicted(plan: EvictionPlan, dropped: Dropped, length: int) -> Notice:
     if plan.policy == WINDOW:
         kept = f"--kv-window {plan.keep} keeps the beginning and the last ones"
     else:
-        lots = "drawn by lot" if plan.policy == RANDOM else "with the lowest scores"
+        lots = "drawn by lot" if plan.policy == RANDOM else "with the lowest scores, which is experimental"
         kept = f"--kv-budget {plan.keep} drops those {lots}"
     return Notice(
         "kv_evicted",

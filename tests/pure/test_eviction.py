@@ -190,6 +190,9 @@ def test_every_eviction_is_told_with_its_range() -> None:
     told = schedule.notices_of("kv_evicted")
     assert len(told) == 3, told
     assert "4 of 32 tokens, between positions 4 and 7" in told[0][1] and "--kv-window 24" in told[0][1]
+    assert not any("experimental" in detail for _, detail in told)
+    scored = answers(Setup(num_blocks=200), [(prompt(100, 1), 60)], BUDGET, 40).notices_of("kv_evicted")
+    assert scored and all("lowest scores, which is experimental" in detail for _, detail in scored)
 
 
 def test_blocks_behind_the_first_border_are_nobody_elses() -> None:
