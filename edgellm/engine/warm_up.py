@@ -10,10 +10,11 @@ from edgellm.engine.engine import Engine
 from edgellm_models.tokenizer.base import Tokenizer
 from edgellm_models.tokenizer.stream_decoder import StreamDecoder
 
-ROWS = (1, 2, 15, 16, 17, 40, 100, 150, 200, 300)
-"""Rows of a step, one of each way in which the linears run: alone, up to 16, 32, 64 and each further 64, and
-more; and those next to a multiple of 16, to be sure."""
-BATCH = 5
+ROWS = (1, 2, 15, 16, 17, 32, 33, 256, 300)
+"""Rows of a step: the fewest and the most of each way in which the linears run (1, to 16, to 32, to 256,
+more); between them they are only cut into more or fewer programs."""
+BATCHES = (2, 4, 8, 16)
+"""Of short prompts: what later steps of as many rows are recorded for, where steps are recorded."""
 _NEW_TOKENS = 2
 _SAMPLINGS = (
     SamplingParams(temperature=0.0, max_new_tokens=_NEW_TOKENS, ignore_eos=True),
@@ -92,7 +93,8 @@ def warm_up(
     steps = 0
     lengths = prompt_lengths(heads_per_kv_head, prefill_chunk, context_length)
     rounds: list[Sequence[int]] = [(length,) for length in lengths]
-    rounds += [(length,) * min(BATCH, max_running) for length in lengths if length <= 17]
+    rounds += [(length,) * min(5, max_running) for length in lengths if length <= 17]
+    rounds += [(15,) * many for many in BATCHES if many <= max_running and 15 in lengths]
     for number, batch in enumerate(rounds):
         # A chunk's last rows are scored too: the head then has as many rows as any linear.
         scored = 0 if len(batch) == 1 else None

@@ -70,7 +70,7 @@ class ModelRunner:
         self._decoder = decoder
         self._kv = KVState(kv, host_kv)
         self._block_size = block_size
-        self._device = device
+        self._device: str = getattr(decoder, "batch_device", device)
         f16_kv = any(torch.float16 in (pages.keys.dtype, pages.values.dtype) for pages in kv)
         self._sampler = Sampler(vocab_size, f16_kv=f16_kv, spec_rule=spec_rule)
         self._max_rows = max(1, MAX_LOGIT_BYTES // (4 * vocab_size))

@@ -128,7 +128,16 @@ class StepProgram:
 
 
 def choose_program(decoder: Decoder, kv: Sequence[KVStorage]) -> Decoder | StepProgram:
-    """The step program where every op, every weight and the form of the KV pages are native."""
+    """The step program where every op, every weight and the form of the KV pages are native; on a GPU with
+    Triton kernels a decoder with captured steps, unless int4 pages or a rope that turns by length need the
+    host."""
+    if decoder.kernels.device.type == "cuda" and decoder.kernels.chosen["linear"] == "triton":
+        by_length = any(rope.spec.switch_length is not None for rope in decoder.ropes)
+        if by_length or any(pages.has_int4 for pages in kv):
+            return decoder
+        from edgellm.runner.decode_graphs import DecodeGraphs
+
+        return DecodeGraphs(decoder, kv, max_blocks=max(pages.num_blocks for pages in kv))
     native = all(backend == "native" for backend in decoder.kernels.chosen.values())
     if not native or not all(map(native_serves, kv)):
         return decoder

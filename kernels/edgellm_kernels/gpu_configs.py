@@ -57,6 +57,16 @@ def sizes_of(found: Mapping[str, Mapping[str, int]], kernel: str, form: str) -> 
     return {**found[kernel], **found.get(f"{kernel} {form}", {})}
 
 
+def dot_sizes(
+    found: Mapping[str, Mapping[str, int]], kernel: str, form: str, half: bool
+) -> Mapping[str, int]:
+    """Those of dot16, dot32 or dot64. Three tf32 products (not ``half``) need more registers than one in f16,
+    so they may have sizes of their own.
+    """
+    own = f"{kernel}_f32"
+    return sizes_of(found, kernel if half or own not in found else own, form)
+
+
 @dataclass(frozen=True)
 class AttentionTile:
     """How a program of the paged attention is cut."""

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from edgellm_kernels import linear_torch
-from edgellm_kernels.gpu_configs import configurations, kernel_for_rows, sizes_of, splits_of_k
+from edgellm_kernels.gpu_configs import configurations, dot_sizes, kernel_for_rows, sizes_of, splits_of_k
 from edgellm_kernels.operands import Prepared
 from edgellm_kernels.planes_triton import decode, decode_lanes, gpu_name, plane_arguments, take
 from edgellm_kernels.weights import (
@@ -239,9 +239,7 @@ def _dot(
 ) -> None:
     planes, constants = plane_arguments(weight)
     half = dtype != torch.float32
-    # Three tf32 products need more registers than one in f16.
-    name = "dot16_f32" if kernel == "dot16" and not half else kernel
-    sizes = sizes_of(configurations(gpu_name(x.device)), name, weight.form)
+    sizes = dot_sizes(configurations(gpu_name(x.device)), kernel, weight.form, half)
     tokens, n = out.shape
     factors = x
     if half:

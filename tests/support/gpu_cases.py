@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from edgellm_kernels.gpu_configs import attention_tile, configurations, sizes_of
+from edgellm_kernels.gpu_configs import attention_tile, configurations, dot_sizes, sizes_of
 from edgellm_kernels.gpu_layouts import FORMS
 from edgellm_kernels.weights import BlockLayout, BlockQuantWeight, PlaneWeight, prepare
 from tests.support.cubins import SHARED_LIMITS, Compiled, compile_call
@@ -103,8 +103,7 @@ def dot_case(form: str, kernel: str, half: bool = True) -> Case:
     from edgellm_kernels.planes_triton import plane_arguments
 
     planes, constants = plane_arguments(weight(form))
-    name = "dot16_f32" if kernel == "dot16" and not half else kernel
-    sizes = sizes_of(configurations(), name, form)
+    sizes = dot_sizes(configurations(), kernel, form, half)
     x = torch.empty(4096, dtype=torch.float16 if half else torch.float32)
     f = torch.empty(4096)
     arguments = {

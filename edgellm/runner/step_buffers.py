@@ -1,0 +1,142 @@
+"""The static inputs of a decode step: one copy from the host fills them, padding included."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from edgellm_kernels.batch import ForwardBatch, GroupTables
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """What the buffers hold room for."""
+
+    sequences: int
+    queries: int
+    """Token rows of a sequence."""
+    widths: tuple[int, ...]
+    """Per layer group, blocks of a sequence's table."""
+
+    @property
+    def rows(self) -> int:
+        return self.sequences * self.queries
+
+
+class _Packed:
+    """Named parts of one tensor on the device and of its twin on the host, each part at 16 bytes."""
+
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, parts: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        step = 16 // dtype.itemsize
+        places, total = {}, 0
+        for name, shape in parts.items():
+            count = int(torch.Size(shape).numel())
+            places[name] = (total, count, shape)
+            total += -(-count // step) * step
+        self._device = torch.zeros(total, dtype=dtype, device=device)
+        self._host = torch.zeros(total, dtype=dtype, pin_memory=device.type == "cuda")
+        self.there = {n: self._device[a : a + c].view(shape) for n, (a, c, shape) in places.items()}
+        self.here = {n: self._host[a : a + c].view(shape) for n, (a, c, shape) in places.items()}
+
+    def send(self) -> None:
+        # NOTE: the next step may fill the host's side only when this copy is over; whoever samples waits for
+        # the step, and so for the copy before it.
+        self._device.copy_(self._host, non_blocking=True)
+
+    def poison(self) -> None:
+        self._device.fill_(-(1 << 30))
+        self._host.fill_(-(1 << 30))
+
+
+class StepBuffers:
+    """A ForwardBatch at fixed addresses, with room for a size."""
+
+    def __init__(self, size: StepSize, block_size: int, device: torch.device) -> None:
+        rows, sequences = size.rows, size.sequences
+        long: dict[str, tuple[int, ...]] = {"token_ids": (rows,), "positions": (rows,)}
+        short: dict[str, tuple[int, ...]] = {"query_starts": (sequences + 1,), "key_lengths": (sequences,)}
+        for group, width in enumerate(size.widths):
+            long[f"slots {group}"] = (rows,)
+            short[f"table {group}"] = short[f"starts {group}"] = (sequences, width)
+        self._long = _Packed(torch.int64, device, long)
+        self._short = _Packed(torch.int32, device, short)
+        self._num_groups = len(size.widths)
+        wide, narrow = self._long.there, self._short.there
+        self.batch = ForwardBatch(
+            token_ids=wide["token_ids"],
+            positions=wide["positions"],
+            query_starts=narrow["query_starts"],
+            logit_rows=torch.arange(rows, device=device),
+            max_query=size.queries,
+            max_key=max(size.widths) * block_size,
+            groups=tuple(
+                GroupTables(
+                    block_table=narrow[f"table {group}"],
+                    block_positions=narrow[f"starts {group}"],
+                    slot_mapping=wide[f"slots {group}"],
+                    key_lengths=narrow["key_lengths"],
+                )
+                for group in range(self._num_groups)
+            ),
+        )
+
+    def fill(self, batch: ForwardBatch) -> None:
+        """The step's inputs; rows behind the last store nothing, sequences behind the last have no rows."""
+        rows, sequences = batch.token_ids.shape[0], batch.groups[0].key_lengths.shape[0]
+        wide, narrow = self._long.here, self._short.here
+        for name, values in (("token_ids", batch.token_ids), ("positions", batch.positions)):
+            wide[name][:rows] = values
+            wide[name][rows:] = 0
+        narrow["query_starts"][: sequences + 1] = batch.query_starts
+        narrow["query_starts"][sequences + 1 :] = rows
+        narrow["key_lengths"][:sequences] = batch.groups[0].key_lengths
+        narrow["key_lengths"][sequences:] = 0
+        for index, group in enumerate(batch.groups):
+            slots, width = wide[f"slots {index}"], group.block_table.shape[1]
+            slots[:rows] = group.slot_mapping
+            slots[rows:] = -1
+            for name, values, padding in (
+                (f"table {index}", group.block_table, -1),
+                (f"starts {index}", group.block_positions, 0),
+            ):
+                narrow[name].fill_(padding)
+                narrow[name][:sequences, :width] = values
+        self._long.send()
+        self._short.send()
+
+    def poison(self) -> None:
+        """Fills everything that ``fill`` has to write with what no step may meet."""
+        self._long.poison()
+        self._short.poison()
+
+
+def moved(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
+    """The batch on a device; itself where it lies there already."""
+    if batch.token_ids.device.type == device.type:
+        return batch
+
+    def there(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device)
+
+    return replace(
+        batch,
+        token_ids=there(batch.token_ids),
+        positions=there(batch.positions),
+        query_starts=there(batch.query_starts),
+        logit_rows=there(batch.logit_rows),
+        rope_lengths=None if batch.rope_lengths is None else there(batch.rope_lengths),
+        groups=tuple(
+            replace(
+                group,
+                block_table=there(group.block_table),
+                block_positions=there(group.block_positions),
+                slot_mapping=there(group.slot_mapping),
+                key_lengths=there(group.key_lengths),
+            )
+            for group in batch.groups
+        ),
+    )
