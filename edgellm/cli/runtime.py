@@ -91,14 +91,20 @@ class Runtime:
             self._service = AsyncEngine(self.core)
         return self._service
 
-    def embed(self, token_ids: Sequence[int], pooling: str) -> list[float]:
+    def embed(
+        self, token_ids: Sequence[int], pooling: str, is_wanted: Callable[[], bool] = lambda: True
+    ) -> list[float]:
         """The pooled hidden states of a text, ``mean`` or ``last``. Between the engine's steps, so not from
-        its own thread nor from an event loop."""
+        its own thread nor from an event loop. Empty as soon as it is no longer ``is_wanted``.
+
+        Needs f32 KV of the text beside the engine's cache while it runs.
+        """
         assert self.embedding is not None
         run = self.embedding(token_ids)
-        while not self.engine.call(run.step):
-            pass
-        return run.pooled(pooling)
+        while is_wanted():
+            if self.engine.call(run.step):
+                return run.pooled(pooling)
+        return []
 
     def client(self, *, plain_fallback: bool = False, kv_policy: str = "stop") -> LocalClient:
         """A conversation partner over this model's engine; ``kv_policy`` as in LocalClient.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import struct
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -20,14 +22,19 @@ from edgellm.server.model_host import ModelHost, ServedModel
 from edgellm.server.settings import ServerSettings
 from edgellm.server.sse import until_client_leaves
 
+Embed = Callable[[Sequence[int], str, Callable[[], bool]], list[float]]
+
 
 class EmbeddingRoutes:
-    """The endpoint over one model host. Texts are embedded one by one, between the engine's steps."""
+    """The endpoint over one model host. Texts are embedded one by one, between the engine's steps: each has
+    KV of its own while it runs, so however many ask, the memory is that of one.
+    """
 
     def __init__(self, host: ModelHost, settings: ServerSettings, metrics: ServerMetrics) -> None:
         self._host = host
         self._settings = settings
         self._metrics = metrics
+        self._turn = asyncio.Lock()
 
     async def embeddings(self, request: Request) -> Response:
         """The vectors as the model has them: not normalized, so that they equal the pooled states."""
@@ -45,7 +52,7 @@ class EmbeddingRoutes:
             ]
             data = []
             for index, ids in enumerate(prompts):
-                values = await asyncio.to_thread(model.embed, ids, wanted.pooling)
+                values = await self._in_turn(model.embed, ids, wanted.pooling)
                 if wanted.dimensions not in (None, len(values)):
                     raise bad_field(
                         "dimensions",
@@ -66,6 +73,19 @@ class EmbeddingRoutes:
         if wanted.warnings:
             body["edgellm"]["warnings"] = list(wanted.warnings)
         return Response(to_json(body), media_type="application/json")
+
+    async def _in_turn(self, embed: Embed, ids: tuple[int, ...], pooling: str) -> list[float]:
+        """One text, once nothing else is embedded. A client that leaves ends it within a chunk."""
+        await self._turn.acquire()
+        wanted = threading.Event()
+        wanted.set()
+        work = asyncio.ensure_future(asyncio.to_thread(embed, ids, pooling, wanted.is_set))
+        # Its memory is free when the thread has ended, not when its client has left.
+        work.add_done_callback(lambda _: self._turn.release())
+        try:
+            return await asyncio.shield(work)
+        finally:
+            wanted.clear()
 
     def _ids(self, model: ServedModel, prompt: Any, name: str) -> tuple[int, ...]:
         ids = encode_prompt(model, prompt, name)

@@ -49,8 +49,8 @@ class ServedModel:
     """Answers that run at once; more wait."""
     kv_policy: str = "stop"
     vocab_size: int = 0
-    embed: Callable[[Sequence[int], str], list[float]] | None = None
-    """Ids and pooling to a vector; from a worker thread."""
+    embed: Callable[[Sequence[int], str, Callable[[], bool]], list[float]] | None = None
+    """Ids and pooling to a vector; from a worker thread. The last says whether somebody still waits."""
     template_error: str | None = None
     """Why its chat template cannot be used."""
     close: Callable[[], None] = lambda: None

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -647,6 +648,56 @@ def test_tokenizer_and_template_endpoints(running: Running) -> None:
             ("/apply-template", {}),
         ):
             assert client.post(path, json=body).status_code == 400, (path, body)
+
+
+def test_texts_are_embedded_one_at_a_time_and_only_while_somebody_waits() -> None:
+    """Each takes memory of its own while it runs, so a second client waits, and one that left frees it."""
+    running, most, ended, encoded = 0, 0, [], []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def embed(ids: Sequence[int], pooling: str, is_wanted: Callable[[], bool]) -> list[float]:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        begun.set()
+        until(lambda: go_on.is_set() or not is_wanted())
+        ended.append((len(ids), is_wanted()))
+        running -= 1
+        return [float(len(ids))]
+
+    def make() -> Scripted:
+        found = scripted_model()
+        found.model.embed = embed
+        encode = found.model.tokenizer.encode
+
+        def counted(text: str, **fields: Any) -> list[int]:
+            encoded.append(text)
+            return encode(text, **fields)
+
+        found.model.tokenizer.encode = counted  # type: ignore[method-assign]
+        return found
+
+    with serving(make) as found:
+        port = int(found.address.rpartition(":")[2])
+        body = b'{"input": "left"}'
+        head = "POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        with socket.create_connection(("127.0.0.1", port)) as leaving:
+            leaving.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            assert begun.wait(WAIT_S)
+        until(lambda: ended == [(4, False)])
+        answers: list[Any] = []
+        threads = [
+            threading.Thread(target=lambda: answers.append(post(found, {"input": "abc"}, "/v1/embeddings")))
+            for _ in range(5)
+        ]
+        for thread in threads:
+            thread.start()
+        until(lambda: len(encoded) == 6)  # all are there, and nothing comes between this and their turn
+        go_on.set()
+        for thread in threads:
+            thread.join()
+        assert [a.json()["data"][0]["embedding"] for a in answers] == [[3.0]] * 5
+        assert most == 1 and ended[1:] == [(3, True)] * 5
 
 
 def test_a_base_model_completes_but_does_not_chat() -> None:
