@@ -9,6 +9,9 @@ import numpy as np
 
 BLOCK, BLOCK_BYTES = 32, 18
 """Weights and bytes of a Q4_0 block."""
+OUTPUT_GAIN = 20.0
+"""Gives logits a standard deviation of about 10, as real ones have: of equally likely tokens drawing keeps
+more numbers."""
 _PIECE = 1 << 18
 """Random blocks that are made once and repeated."""
 
@@ -80,7 +83,7 @@ def write_shape(shape: LlamaShape, path: Path) -> Path:
     writer.add_tokenizer_pre("llama-bpe")
     letters = [chr(b) for b in (*range(33, 127), *range(161, 173), *range(174, 256))]
     letters += [chr(256 + i) for i in range(256 - len(letters))]
-    tokens = letters + [f"token{i}" for i in range(shape.vocab - 256)]
+    tokens = [*letters, "to", *(f"token{i}" for i in range(shape.vocab - 257))]
     writer.add_token_list(tokens)
     writer.add_token_types([1] * shape.vocab)
     writer.add_token_merges(["t o"])
@@ -101,8 +104,9 @@ def write_shape(shape: LlamaShape, path: Path) -> Path:
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     piece = _blocks()
-    for _ in sorted(norms):
-        writer.write_tensor_data(np.ones(shape.hidden, dtype=np.float32))
+    for name in sorted(norms):
+        gain = OUTPUT_GAIN if name == "output_norm.weight" else 1.0
+        writer.write_tensor_data(np.full(shape.hidden, gain, dtype=np.float32))
     for rows, columns in shape.matrices.values():
         count = rows * columns // BLOCK
         data = np.resize(piece, (count, BLOCK_BYTES)) if count > _PIECE else piece[:count]

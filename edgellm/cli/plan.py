@@ -185,7 +185,9 @@ def model_shape(argument: str, output: Output) -> tuple[str, ModelShape]:
         spec = read_spec(header.file_format, header.metadata, header.tensors)
     except BadInputError as error:
         raise BadInputError(f"{path}: {error}") from None
-    return name, shape_of(spec, header.tensors, bits_per_weight=config_bits_per_weight(header.metadata))
+    bits = config_bits_per_weight(header.metadata)
+    has_merges = header.metadata.get("tokenizer.ggml.model") != "llama"
+    return name, shape_of(spec, header.tensors, bits_per_weight=bits, has_merges=has_merges)
 
 
 def parse_size(text: str) -> int:

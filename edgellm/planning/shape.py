@@ -43,6 +43,8 @@ class ModelShape:
     """Bytes of the decoder layers alone, without embedding, head and last norm."""
     largest_bytes: int
     """Bytes of the largest tensor."""
+    has_merges: bool
+    """The tokenizer has a list of merges beside its vocabulary."""
     is_estimate: bool
     """The bytes follow from the shape and one type for all weights; no tensor was declared."""
 
@@ -63,7 +65,11 @@ class ModelShape:
 
 
 def shape_of(
-    spec: ModelSpec, tensors: Mapping[str, DeclaredTensor], *, bits_per_weight: float = 16.0
+    spec: ModelSpec,
+    tensors: Mapping[str, DeclaredTensor],
+    *,
+    bits_per_weight: float = 16.0,
+    has_merges: bool = True,
 ) -> ModelShape:
     """The shape of a model whose tensors are declared, by canonical name, or of a bare configuration.
 
@@ -94,6 +100,7 @@ def shape_of(
         step_bytes=weight_bytes - (embedding[1] if looked_up else 0),
         layer_bytes=sum(nbytes for name, (_, nbytes) in sizes.items() if name not in outside),
         largest_bytes=max(nbytes for name, (_, nbytes) in sizes.items() if name != "blk.weight"),
+        has_merges=has_merges,
         is_estimate=not tensors,
     )
 
@@ -196,5 +203,6 @@ def catalog_shape(entry: CatalogEntry) -> ModelShape | None:
         step_bytes=weight_bytes,
         layer_bytes=weight_bytes,
         largest_bytes=math.ceil(GUESSED_VOCAB * hidden * weight_bytes / parameters),
+        has_merges=True,
         is_estimate=True,
     )

@@ -10,17 +10,18 @@ NATIVE, TORCH = "native", "torch"
 
 PROCESS_BYTES = 256_000_000
 """Python with torch and everything else that a first answer imports, measured with CPU builds on Linux."""
-TOKEN_BYTES = 850
-"""Of a vocabulary's entry in the tokenizer with its merges; half of that without merges."""
+TOKEN_BYTES, MERGED_TOKEN_BYTES = 430, 850
+"""Of a vocabulary's entry in the tokenizer, of one with scores and of one with merges."""
 
-_SAMPLED_BYTES = 64
+_SAMPLED_BYTES = 72
 """Per entry of the vocabulary, while one token is drawn: scores and noise in f64, ids, hashes."""
 _NATIVE_FIXED = 3_000_000
 """Tiles of attention, tables and the batch's own tensors."""
-_TORCH_FIXED = 24_000_000
-"""Packed operands of matrix products, and what the allocator keeps between two sizes."""
-_TILE_BYTES = 8 << 20
-"""Of a tile's scores, and of its decoded keys and values (attention_torch.py)."""
+_TORCH_SHARE = 1.5
+"""Torch's allocator keeps half as much again of what came and went."""
+_TILE_ELEMENTS = 1 << 21
+"""Scores of a tile, and elements of its keys and of its values (attention_torch.py)."""
+_TILE_QUERIES = 256
 
 
 def workspace_bytes(
@@ -35,8 +36,8 @@ def workspace_bytes(
 ) -> int:
     """Most bytes alive at once in a step of ``chunk`` prompt tokens beside ``batch`` - 1 decoding sequences.
 
-    The native step program keeps its buffers, all of them at once; torch's come and go, so only the widest
-    stretch of a layer counts. ``drafted``: tokens that a sequence may verify besides its next one.
+    The native step program keeps its buffers, all of them at once; torch's come and go with every op.
+    ``drafted``: tokens that a sequence may verify besides its next one.
     ``decodes_kv``: pages are not f32, so torch decodes tiles of them.
     """
     rows = min(chunk, context or chunk) + batch - 1
@@ -49,12 +50,14 @@ def workspace_bytes(
         widest = max(shape.hidden_size, query, shape.ffn_size)
         # Besides the widest input as 16-bit integers with their scales: 80 bytes for 32.
         return rows * (4 * floats + widest * 80 // 32) + head + _NATIVE_FIXED
-    tiles = _TILE_BYTES * (3 if decodes_kv else 1)
-    attention = 4 * rows * (2 * shape.hidden_size + fused + 3 * query) + 2 * tiles
-    feed_forward = 4 * rows * (3 * shape.hidden_size + 3 * shape.ffn_size)
-    return max(attention, feed_forward) + head + _TORCH_FIXED
+    keys = min(context or shape.context_length, max(256, _TILE_ELEMENTS // (shape.num_heads * _TILE_QUERIES)))
+    tile = 4 * shape.num_heads * min(rows, _TILE_QUERIES) * keys
+    tile += 2 * 4 * shape.num_kv_heads * shape.head_dim * keys if decodes_kv else 0
+    attention = 4 * rows * (2 * shape.hidden_size + fused + 3 * query)
+    feed_forward = 4 * rows * 3 * (shape.hidden_size + shape.ffn_size)
+    return int(_TORCH_SHARE * (attention + feed_forward + tile + head))
 
 
-def process_bytes(shape: ModelShape) -> int:
+def process_bytes(shape: ModelShape, has_merges: bool = True) -> int:
     """What the program takes beside the model on the CPU: imports and the tokenizer."""
-    return PROCESS_BYTES + TOKEN_BYTES * shape.vocab_size
+    return PROCESS_BYTES + (MERGED_TOKEN_BYTES if has_merges else TOKEN_BYTES) * shape.vocab_size
