@@ -225,9 +225,10 @@ def allocate_storage(
     *,
     block_size: int = BLOCK_SIZE,
     num_rings: int = 1,
+    layers: range | None = None,
 ) -> tuple[KVStorage, ...]:
     """The pages of ``num_blocks`` blocks for every group of the spec, in order, and for int4 the tails of
-    ``num_rings`` running sequences.
+    ``num_rings`` running sequences. ``layers``: only of these, where the model lies on two devices.
 
     Not zeroed: memory that is never written is never paid for, and attention reads no slot that was not
     written. BadInputError when the type cannot hold the model's heads, ResourceError says what was asked
@@ -237,14 +238,15 @@ def allocate_storage(
     storages = []
     for group, count in zip(spec.kv_groups, num_blocks, strict=True):
         # [layers, blocks, block_size, kv_heads, ..]
-        shape = (len(group.layers), count, block_size, spec.num_kv_heads)
+        own = [layer for layer in group.layers if layers is None or layer in layers]
+        shape = (len(own), count, block_size, spec.num_kv_heads)
         try:
             keys, key_scales = _pages(kv.keys, shape, spec.head_dim, device)
             values, value_scales = _pages(kv.values, shape, spec.head_dim, device)
             tail = None
             if kv.has_tail:
                 slots = block_size + TAIL_POSITIONS + DRAFT_SLACK
-                ring_shape = (len(group.layers), num_rings, slots, spec.num_kv_heads, spec.head_dim)
+                ring_shape = (len(own), num_rings, slots, spec.num_kv_heads, spec.head_dim)
                 tail = TailStorage(
                     torch.empty(ring_shape, dtype=torch.bfloat16, device=device),
                     torch.empty(ring_shape, dtype=torch.bfloat16, device=device),

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from edgellm.runner.step_buffers import StepBuffers, StepSize, moved
+from edgellm.runner.step_buffers import StepBuffers, StepSize
 from edgellm.runner.step_program import ReadyRows
 from edgellm_kernels.batch import ForwardBatch, KVStorage
 from edgellm_models.network.decoder import Decoder, LastRows
@@ -120,7 +120,7 @@ class DecodeGraphs(Decoder):
         size = None if skipped is not None and len(skipped) else self._size_of(batch, kv)
         if size is None:
             self.counts.eager += 1
-            return super().run(moved(batch, self._device), kv, skipped)
+            return super().run(batch.to(self._device), kv, skipped)
         known = self._captured.get(size)
         if known is None:
             known = self._capture(size, batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -112,31 +112,3 @@ class StepBuffers:
         """Fills everything that ``fill`` has to write with what no step may meet."""
         self._long.poison()
         self._short.poison()
-
-
-def moved(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
-    """The batch on a device; itself where it lies there already."""
-    if batch.token_ids.device.type == device.type:
-        return batch
-
-    def there(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device)
-
-    return replace(
-        batch,
-        token_ids=there(batch.token_ids),
-        positions=there(batch.positions),
-        query_starts=there(batch.query_starts),
-        logit_rows=there(batch.logit_rows),
-        rope_lengths=None if batch.rope_lengths is None else there(batch.rope_lengths),
-        groups=tuple(
-            replace(
-                group,
-                block_table=there(group.block_table),
-                block_positions=there(group.block_positions),
-                slot_mapping=there(group.slot_mapping),
-                key_lengths=there(group.key_lengths),
-            )
-            for group in batch.groups
-        ),
-    )

@@ -32,7 +32,7 @@ sequences did. Without tail tables everything is read from the pages.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -107,6 +107,33 @@ class ForwardBatch:
     """[sequences] int64: the length by which dynamic and longrope scaling choose their angles; other scalings
     ignore it. None takes the keys that exist after this pass. A prompt that runs in chunks passes its whole
     length with each, so that the cut changes nothing."""
+
+    def to(self, device: torch.device) -> ForwardBatch:
+        """The batch on a device; itself where it lies there already. Not with an unquantized tail."""
+        if self.token_ids.device.type == device.type:
+            return self
+        assert all(group.tail is None for group in self.groups)
+
+        def there(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(device)
+
+        return replace(
+            self,
+            token_ids=there(self.token_ids),
+            positions=there(self.positions),
+            query_starts=there(self.query_starts),
+            logit_rows=there(self.logit_rows),
+            rope_lengths=None if self.rope_lengths is None else there(self.rope_lengths),
+            groups=tuple(
+                GroupTables(
+                    there(group.block_table),
+                    there(group.block_positions),
+                    there(group.slot_mapping),
+                    there(group.key_lengths),
+                )
+                for group in self.groups
+            ),
+        )
 
 
 @dataclass
@@ -187,3 +214,22 @@ class KVStorage:
     def nbytes(self) -> int:
         """Bytes of all pages, scales included, and of the unquantized tail."""
         return sum(part.nbytes for part in self.pages()) + (0 if self.tail is None else self.tail.nbytes)
+
+
+@dataclass(frozen=True)
+class SplitKVStorage(KVStorage):
+    """The pages of one LayerGroup whose layers lie on several devices. Its own fields are those of the first
+    part; there is no unquantized tail.
+    """
+
+    parts: tuple[KVStorage, ...] = ()
+    """By device, the pages of the layers there (none or more), with the same blocks."""
+
+    def pages(self) -> tuple[torch.Tensor, ...]:
+        return tuple(page for part in self.parts for page in part.pages())
+
+
+def split_storage(parts: tuple[KVStorage, ...]) -> SplitKVStorage:
+    """One storage over the parts of a group."""
+    first = parts[0]
+    return SplitKVStorage(first.keys, first.values, first.key_scales, first.value_scales, parts=parts)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from edgellm_kernels.batch import KVStorage
+from edgellm_kernels.batch import KVStorage, SplitKVStorage
 from edgellm_kernels.kv_store_torch import dequantize
 
 
@@ -18,6 +18,11 @@ def block_scores(kv: KVStorage, blocks: Sequence[int]) -> list[float]:
     block is read by itself in f32, so its score has the same bits whatever is asked for beside it. A score
     that is no number is 0.
     """
+    if isinstance(kv, SplitKVStorage):
+        parts = [part for part in kv.parts if part.keys.shape[0]]
+        means = zip(*(block_scores(part, blocks) for part in parts), strict=True)
+        weights = [part.keys.shape[0] for part in parts]
+        return [sum(w * m for w, m in zip(weights, own, strict=True)) / sum(weights) for own in means]
     scores = []
     for block in blocks:
         norms = []

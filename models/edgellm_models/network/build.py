@@ -96,6 +96,32 @@ def build_decoder(
     return decoder
 
 
+def build_part(
+    checkpoint: Checkpoint,
+    layers: range,
+    *,
+    device: torch.device | str = "cpu",
+    kernels: str = "auto",
+    activations: str = "auto",
+) -> Decoder:
+    """A decoder of successive layers of a model: the embedding is in the part that begins the model, the head
+    in the one that ends it. Raises what ``build_decoder`` raises."""
+    spec = read_spec(checkpoint.file_format, checkpoint.metadata, checkpoint.tensors())
+    try:
+        chosen = load_kernels(device, torch.float32, kernels, activations)
+    except KernelUnavailableError as error:
+        raise ResourceError(str(error)) from error
+    loader = _Loader(checkpoint, spec, chosen)
+    needed = loader.check() * len(layers) // spec.num_layers
+    free = free_memory_bytes() if chosen.device.type == "cpu" else None
+    loader.hold = _OWN_HOLDS.get(chosen.chosen["linear"]) or choose_hold("auto", needed, free)
+    with _memory_errors(needed):
+        spec = replace(spec, ropes=tuple(loader.rope(rope, i) for i, rope in enumerate(spec.ropes)))
+        weights = loader.load_part(layers)
+    notices = [*checkpoint.notices, *loader.notices] if layers.start == 0 else []
+    return Decoder(spec, weights, chosen, notices, layers.start)
+
+
 class LayerLoader:
     """Loads single layers of a model as dense f32, for tools that never hold the whole of it."""
 
@@ -287,6 +313,18 @@ class _Loader:
         self._released(head)
         layers = tuple(self._released(self._layer(layer)) for layer in range(self.spec.num_layers))
         return DecoderWeights(embedding, layers, self._gain("output_norm"), head)
+
+    def load_part(self, layers: range) -> DecoderWeights:
+        """The weights of some layers. What is no part of them, embedding or head, stands for the other."""
+        if layers.start == 0:
+            table = self._weight("token_embd")
+            ends = prepare(table, self.kernels.device, "embed", self.hold, self.kernels.dtype)
+        else:
+            name = "token_embd" if self.spec.tied_embeddings else "output"
+            ends = self._prepare(self._weight(name), "lm_head")
+        assert not isinstance(ends, StackedWeight | IntWeight)
+        made = tuple(self._released(self._layer(layer)) for layer in layers)
+        return DecoderWeights(ends, made, self._gain("output_norm"), ends)
 
     def _released(self, made: _Made) -> _Made:
         """Gives the file's pages back where the weights are copies of them: they would count twice."""

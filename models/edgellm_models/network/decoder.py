@@ -54,19 +54,27 @@ class Decoder:
     """
 
     def __init__(
-        self, spec: ModelSpec, weights: DecoderWeights, kernels: Kernels, notices: Sequence[Notice] = ()
+        self,
+        spec: ModelSpec,
+        weights: DecoderWeights,
+        kernels: Kernels,
+        notices: Sequence[Notice] = (),
+        first_layer: int = 0,
     ) -> None:
+        """``first_layer``: which one the weights begin with, of a part of a model (split_decoder.py)."""
         self.spec = spec
+        self.first_layer = first_layer
         self.weights = weights
         self.kernels = kernels
         self.notices = tuple(notices)
         self.weight_bytes = _weight_bytes(weights)
         self.ropes = tuple(Rope(rope, kernels.device) for rope in spec.ropes)
-        # layer -> (its KV group, its index within the group)
+        own = range(first_layer, first_layer + len(weights.layers))
+        # layer -> (its KV group, its index within the group's layers that are here)
         self._places = {
             layer: (group, index)
             for group, members in enumerate(spec.kv_groups)
-            for index, layer in enumerate(members.layers)
+            for index, layer in enumerate(layer for layer in members.layers if layer in own)
         }
 
     def forward(self, batch: ForwardBatch, kv: Sequence[KVStorage]) -> torch.Tensor:
@@ -139,6 +147,34 @@ class Decoder:
         changes: list[float] | None = None,
     ) -> LastRows:
         """``changes`` takes what each sub-layer changes of the residual stream, in order, but the last."""
+        stream = self.kernels.embed(batch.token_ids, self.weights.embedding, self.spec.embedding_scale)
+        x, residual, _ = self._layers(batch, kv, stream, skipped, changes)
+        return LastRows(x[batch.logit_rows], residual[batch.logit_rows])
+
+    def stream_behind(self, batch: ForwardBatch, kv: Sequence[KVStorage]) -> torch.Tensor:
+        """Of a model's first layers: the residual stream behind them, f32 [tokens, hidden]."""
+        with torch.no_grad():
+            embedded = self.kernels.embed(batch.token_ids, self.weights.embedding, self.spec.embedding_scale)
+            x, residual, post_norm = self._layers(batch, kv, embedded, SkippedSubLayers())
+            last = self.weights.layers[-1]  # any gain serves: only the sum is wanted
+            return self.kernels.add_rms_norm(x, residual, last.ffn_norm, self.spec.rms_eps, post_norm)[1]
+
+    def run_from(self, batch: ForwardBatch, kv: Sequence[KVStorage], stream: torch.Tensor) -> LastRows:
+        """Of a model's last layers: ``run`` with the residual stream in front of them."""
+        with torch.no_grad():
+            x, residual, _ = self._layers(batch, kv, stream, SkippedSubLayers())
+            return LastRows(x[batch.logit_rows], residual[batch.logit_rows])
+
+    def _layers(
+        self,
+        batch: ForwardBatch,
+        kv: Sequence[KVStorage],
+        residual: torch.Tensor,
+        skipped: SkippedSubLayers,
+        changes: list[float] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """The last sub-layer's output, not yet added, the residual stream, and the gain of the norm that the
+        output still needs."""
         spec, kernels = self.spec, self.kernels
         groups = tuple(
             GroupState(
@@ -152,10 +188,9 @@ class Decoder:
             rope.cos_sin(batch.positions, lengths, counts, kernels.rope_angles) for rope in self.ropes
         )
 
-        residual = kernels.embed(batch.token_ids, self.weights.embedding, spec.embedding_scale)
         x: torch.Tensor | None = None  # the last sub-layer's output, not yet added
         post_norm: torch.Tensor | None = None
-        for index, layer in enumerate(self.weights.layers):
+        for index, layer in enumerate(self.weights.layers, self.first_layer):
             group, index_in_group = self._places[index]
             if index not in skipped.attention:
                 before = None if changes is None or x is None else residual.clone()
@@ -185,7 +220,7 @@ class Decoder:
                 x = feed_forward(prepared, layer, spec, kernels)
                 post_norm = layer.post_ffn_norm
         assert x is not None
-        return LastRows(x[batch.logit_rows], residual[batch.logit_rows])
+        return x, residual, post_norm
 
 
 def _relative_change(before: torch.Tensor, after: torch.Tensor) -> float:
