@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from edgellm_models.errors import EdgeLLMError, Notice, UnavailableError
 
 if TYPE_CHECKING:
+    from edgellm.cli.chat_kv import ChatKV
     from edgellm.cli.runtime import OnNotice
     from edgellm.client.http_client import HttpClient
     from edgellm.contracts import (
@@ -151,6 +152,42 @@ class OwnedEngine:
     def __init__(self, client: HttpClient, process: EngineProcess) -> None:
         self._client = client
         self._process = process
+        self._answers: Sequence[str] = ()
+
+    # --- KV of saved chats ---
+
+    async def take_up(self, conversation_id: str, tokens: int) -> Sequence[Notice]:
+        """See contracts.KeepsChats. A file that is not there (any more) is no surprise: nothing is said."""
+        notices: list[Notice] = []
+        await self._chat_kv(notices).load(self, conversation_id, tokens)
+        return [notice for notice in notices if notice.kind != "kv_missing"]
+
+    async def put_by(
+        self, conversation_id: str, messages: Sequence[ChatMessage], tokens: int
+    ) -> Sequence[Notice]:
+        """See contracts.KeepsChats."""
+        notices: list[Notice] = []
+        answers = [m.content for m in messages if m.role == "assistant" and isinstance(m.content, str)]
+        self._answers = answers
+        await self._chat_kv(notices).save(self, conversation_id, tokens)
+        return notices
+
+    @staticmethod
+    def _chat_kv(notices: list[Notice]) -> ChatKV:
+        from edgellm.cli.chat_kv import ChatKV
+        from edgellm.cli.saved_chats import kv_files
+
+        return ChatKV(kv_files(), notices.append)
+
+    async def save_chat(self, conversation_id: str, path: Path) -> int:
+        """See cli.chat_kv.SavesKV; the engine's process knows the same path."""
+        return await self._client.save_chat(conversation_id, self._answers)
+
+    async def load_chat(self, conversation_id: str, path: Path) -> int:
+        """See cli.chat_kv.SavesKV."""
+        return await self._client.load_chat(conversation_id)
+
+    # --- ChatBackend ---
 
     def info(self) -> ModelInfo:
         return self._client.info()

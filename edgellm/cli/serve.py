@@ -87,6 +87,7 @@ def command(
     resolved = resolve_settings(settings, model=model_name)
 
     from edgellm.cli.model_access import named_by
+    from edgellm.cli.saved_chats import kv_files
     from edgellm.server.lifecycle import Server
     from edgellm.server.server_files import new_record
     from edgellm.server.settings import ServerSettings, read_api_keys
@@ -111,6 +112,7 @@ def command(
         idle_unload_s=idle_unload,
         strict=strict,
         parent_pid=parent_pid,
+        chat_file=kv_files().prepare if parent_pid is not None and uds else None,
         access_log=access_log,
     )
     with named_by(resolved):

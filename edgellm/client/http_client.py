@@ -158,6 +158,17 @@ class HttpClient:
             if not turns:
                 del self._turns[conversation_id]
 
+    async def save_chat(self, conversation_id: str, answers: Sequence[str]) -> int:
+        """Has the engine of one's own screen keep the KV of a chat; how many tokens. ``answers``: its
+        texts."""
+        body = {"conversation_id": conversation_id, "answers": list(answers)}
+        return int((await self._post("v1/edge/chats/save", body)).get("tokens", 0))
+
+    async def load_chat(self, conversation_id: str) -> int:
+        """Takes up what ``save_chat`` kept, in this engine or an earlier one; how many tokens."""
+        answer = await self._post("v1/edge/chats/load", {"conversation_id": conversation_id})
+        return int(answer.get("tokens", 0))
+
     async def count_tokens(self, messages: Sequence[ChatMessage]) -> int:
         """Tokens of the prompt that these messages make; 0 where the server cannot say."""
         if not self.is_ours or not messages:

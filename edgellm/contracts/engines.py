@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from edgellm.contracts.answers import ChatEvent, DraftCounts, TokenEvent
 from edgellm.contracts.requests import ChatMessage, ConstraintSpec, GenerationRequest, SamplingParams
-from edgellm_models.errors import PullProgress
+from edgellm_models.errors import Notice, PullProgress
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,21 @@ class ChatBackend(Protocol):
     async def cancel(self, conversation_id: str) -> None: ...
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class KeepsChats(Protocol):
+    """A backend that keeps what it computed of a chat over its own end, so that going on starts at once."""
+
+    async def take_up(self, conversation_id: str, tokens: int) -> Sequence[Notice]:
+        """Before the first answer of a saved chat of so many tokens; what was not as hoped for."""
+        ...
+
+    async def put_by(
+        self, conversation_id: str, messages: Sequence[ChatMessage], tokens: int
+    ) -> Sequence[Notice]:
+        """When a chat is left; what was not as hoped for."""
+        ...
 
 
 class GenerationEngine(Protocol):

@@ -15,6 +15,7 @@ from edgellm.server.api_errors import ApiError, api_error, to_json
 from edgellm.server.embedding_routes import EmbeddingRoutes
 from edgellm.server.gate import Application
 from edgellm.server.generation_routes import GenerationRoutes
+from edgellm.server.kept_chats import KeptChats
 from edgellm.server.metrics import ServerMetrics
 from edgellm.server.model_host import ModelHost
 from edgellm.server.model_routes import ModelRoutes
@@ -45,6 +46,10 @@ def make_application(host: ModelHost, settings: ServerSettings, metrics: ServerM
         "/v1/edge/status": {"GET": models.status},
         "/v1/edge/cancel/{answer_id}": {"POST": generation.cancel},
     }
+    if settings.chat_file is not None:
+        kept = KeptChats(host, generation.memory, settings.chat_file)
+        table["/v1/edge/chats/save"] = {"POST": kept.save}
+        table["/v1/edge/chats/load"] = {"POST": kept.load}
     routes = [
         Route(path, _answered(endpoint, metrics), methods=[method])
         for path, methods in table.items()

@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -47,6 +48,8 @@ class ServerSettings:
     """Unknown fields of a request are refused."""
     parent_pid: int | None = None
     """The server ends when this process does."""
+    chat_file: Callable[[str], Path] | None = None
+    """Where the KV of a chat is kept, by its id; for the engine of one screen, else None."""
     access_log: bool = False
     max_body_bytes: int = MAX_BODY_BYTES
 

@@ -27,7 +27,8 @@ from edgellm.contracts import (
     Prefill,
     SamplingParams,
 )
-from edgellm_models.errors import (
+from edgellm.history.kv_files import KVFiles
+from edgellm_models.errors import EdgeLLMError, (
     BadInputError,
     NotFoundError,
     PermissionDeniedError,
@@ -155,6 +156,22 @@ def test_the_template_is_told_whether_to_think() -> None:
             assert await prompt_tokens(True) > await prompt_tokens(False)
 
         run(work, found.address)
+
+
+def test_only_a_screens_own_server_keeps_chats_and_only_under_their_ids(tmp_path: Path) -> None:
+    async def work(client: HttpClient) -> None:
+        for chat in ("../../chats", "0123/../x", "", "/etc/passwd", "abcd"):
+            with pytest.raises(EdgeLLMError):
+                await client.save_chat(chat, ["ok"])
+            with pytest.raises(EdgeLLMError):
+                await client.load_chat(chat)
+
+    with serving() as found:
+        run(work, found.address)
+    folder = tmp_path / "kept" / "chats"
+    with serving(chat_file=KVFiles(folder, 1000).prepare) as found:
+        run(work, found.address)
+    assert list(folder.iterdir()) == [] and sorted(tmp_path.rglob("*")) == [folder.parent, folder]
 
 
 def test_refusals_are_errors_of_ours() -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from textual import events
 
-from edgellm.contracts import ChatStore, FinishReason, SamplingParams
+from edgellm.contracts import ChatMessage, ChatStore, FinishReason, SamplingParams
 from edgellm.history.store import HistoryStore
 from edgellm_models.errors import Notice, OutputError
 from edgellm_tui.app import EdgeChat
@@ -233,3 +233,58 @@ def test_a_long_chat_mounts_its_end_and_the_rest_when_asked() -> None:
             assert talk(app)[0] == "message 32"
 
     asyncio.run(scenario())
+
+
+class KeepingBackend(FakeBackend):
+    """Notes what it is to take up and to put by."""
+
+    def __init__(self, *scripts: Script) -> None:
+        super().__init__(*scripts)
+        self.kept: list[tuple[str, str, int]] = []
+
+    async def take_up(self, conversation_id: str, tokens: int) -> Sequence[Notice]:
+        self.kept.append(("take up", conversation_id, tokens))
+        return [Notice("kv_refused", "the saved KV of this chat is not used: it is of another model")]
+
+    async def put_by(
+        self, conversation_id: str, messages: Sequence[ChatMessage], tokens: int
+    ) -> Sequence[Notice]:
+        assert not self.closed
+        self.kept.append(("put by", conversation_id, tokens))
+        return []
+
+
+def test_the_engine_keeps_what_it_computed_of_saved_chats(tmp_path: Path) -> None:
+    """Once for each chat that it answered in: when that is left, and at the end; never of unsaved ones."""
+
+    async def scenario(store: HistoryStore | None) -> list[tuple[str, str, int]]:
+        backend = KeepingBackend(Script())
+        app = EdgeChat(backend, store=store)
+        async with app.run_test() as pilot:
+            await send(pilot, app, "One")
+            await pilot.press("ctrl+n")
+            await until(pilot, lambda: not replies(app), "a new chat")
+            await pilot.press("ctrl+s", "enter")
+            await until(pilot, lambda: replies(app), "the first one again")
+            if store is not None:
+                await until(pilot, lambda: "of another model" in shown(app), "told")
+        return backend.kept
+
+    kept = asyncio.run(scenario(HistoryStore(tmp_path / "chats.db")))
+    assert [what for what, _, _ in kept] == ["put by", "take up"]
+    assert len({chat for _, chat, _ in kept}) == 1 and all(tokens > 0 for _, _, tokens in kept)
+    assert asyncio.run(scenario(None)) == []
+
+
+def test_an_answered_chat_is_put_by_before_the_engine_ends(tmp_path: Path) -> None:
+    async def scenario() -> list[tuple[str, str, int]]:
+        backend = KeepingBackend(Script())
+        app = EdgeChat(backend, store=HistoryStore(tmp_path / "chats.db"))
+        async with app.run_test() as pilot:
+            await send(pilot, app, "One")
+            await pilot.press("ctrl+q")
+        assert app.return_code == 0 and backend.closed
+        return backend.kept
+
+    [(what, _, tokens)] = asyncio.run(scenario())
+    assert what == "put by" and tokens > 0

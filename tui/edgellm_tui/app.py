@@ -181,6 +181,7 @@ class EdgeChat(App[int]):
             self.pop_screen()
         self._loading = LoadingScreen(self._next_name)
         await self.push_screen(self._loading)
+        await self._put_by()
         # First, for two models may not fit side by side.
         if self._backend is not None:
             with contextlib.suppress(Exception):  # a killed engine has nothing to close
@@ -332,7 +333,16 @@ class EdgeChat(App[int]):
     async def action_quit(self) -> None:
         self.exit(return_code=self._failure_code)
 
+    async def _put_by(self) -> None:
+        """The engine is about to end: it keeps what it computed of the chat that is shown."""
+        if self._chat is not None and not self._chat.generating:
+            # Whatever goes wrong with it: the next time the chat is computed anew.
+            with contextlib.suppress(EdgeLLMError, TimeoutError):
+                async with asyncio.timeout(CLOSE_GRACE_S):
+                    await self._chat.put_by()
+
     async def on_unmount(self) -> None:
+        await self._put_by()
         if self._backend is not None:
             await self._backend.close()
         self._store.close()

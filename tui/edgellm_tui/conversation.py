@@ -126,6 +126,13 @@ class Conversation:
         asked = [message for message in self.branch if message.message.role == "user"]
         return asked[-number] if 0 < number <= len(asked) else None
 
+    @property
+    def tokens(self) -> int:
+        """Of the conversation, when it was last answered; 0 where nobody counted."""
+        last = self.answer_back(1)
+        usage = last.usage if last is not None else None
+        return usage.prompt_tokens + usage.completion_tokens if usage else 0
+
     def answer_back(self, number: int) -> StoredMessage | None:
         """The ``number``th answer of the branch from its end."""
         given = [message for message in self.branch if message.message.role == "assistant"]

@@ -286,6 +286,8 @@ class ChatScreen(ConversationActions, TextActions, ModelActions):
     @on(ReplyFinished)
     async def _reply_finished(self, event: ReplyFinished) -> None:
         finished, reply, question = event.finished, self._reply, self._question
+        if question is not None:
+            self._answered_chats.add(question.chat_id)
         self._end_reply()
         self._last_finished = finished
         self._top.context_used = finished.usage.prompt_tokens + finished.usage.completion_tokens
@@ -470,6 +472,7 @@ class ChatScreen(ConversationActions, TextActions, ModelActions):
         prompt.set_class(self.generating, "-generating")
 
     async def _open_chat(self, chat_id: str) -> None:
+        await self._leave_chat()
         chat = self._store.get_chat(chat_id)
         self._conversation = Conversation.of(self._store, chat, self._model.name, self._settings.sampling)
         self._editing = None
@@ -477,13 +480,17 @@ class ChatScreen(ConversationActions, TextActions, ModelActions):
         self._last_finished = None
         await self._view.show(self._conversation, self._model)
         self._show_chat()
+        # Beside the screen: a question that is asked meanwhile is just computed.
+        self.run_worker(self._take_up(), group="keep", exit_on_error=False)
+
+    async def _leave_chat(self) -> None:
+        for notice in await self.put_by():
+            await self._show_notice(notice)
 
     def _show_chat(self) -> None:
         """The bars say what the shown chat is."""
         self._top.title = self._conversation.title
-        last = self._conversation.answer_back(1)
-        usage = last.usage if last is not None else None
-        self._top.context_used = usage.prompt_tokens + usage.completion_tokens if usage else 0
+        self._top.context_used = self._conversation.tokens
         self._status.ttft_s = self._status.answer_tokens_per_s = None
         self._status.phase = "ready"
         self._describe_prompt()

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from textual.screen import Screen
 
-from edgellm.contracts import Finished, StoredMessage
+from edgellm.contracts import Finished, KeepsChats, StoredMessage
 from edgellm_models.errors import BadInputError, EdgeLLMError, Notice
 from edgellm_tui.clipboard import copy_text
 from edgellm_tui.commands import Command
+from edgellm_tui.unsaved import MemoryStore
 from edgellm_tui.widgets.transcript import ErrorLine
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class ChatParts(Screen[None]):
         def _place_panel(self) -> None: ...
         def _new_conversation(self) -> Conversation: ...
         async def _open_chat(self, chat_id: str) -> None: ...
+        async def _leave_chat(self) -> None: ...
         async def _show_notice(self, notice: Notice) -> None: ...
         async def _ask(
             self, message: StoredMessage, *, shown_from: str | None, again: bool = False
@@ -83,6 +85,8 @@ class ChatParts(Screen[None]):
         super().__init__()
         self._attached: list[Attachment] = []
         self._editing: StoredMessage | None = None
+        self._answered_chats: set[str] = set()
+        """Chats in which there is an answer that the engine has not put by."""
 
     @property
     def edge_app(self) -> EdgeChat:
@@ -114,6 +118,31 @@ class ChatParts(Screen[None]):
         if self.generating:
             self.show_hint(BUSY, while_answering=True)
         return self.generating
+
+    # --- what the engine keeps of a chat ---
+
+    async def _take_up(self) -> None:
+        """Has the engine take up what it kept of the chat that was opened."""
+        chat, backend = self._conversation.chat_id, self._backend
+        if chat is not None and self._keeps and isinstance(backend, KeepsChats):
+            for notice in await backend.take_up(chat, self._conversation.tokens):
+                await self._show_notice(notice)
+
+    async def put_by(self) -> Sequence[Notice]:
+        """Has the engine keep what it computed of this chat, if it answered in it."""
+        chat, backend = self._conversation.chat_id, self._backend
+        if chat is None or chat not in self._answered_chats or not self._keeps:
+            return ()
+        if not isinstance(backend, KeepsChats):
+            return ()
+        self._answered_chats.discard(chat)
+        messages = [stored.message for stored in self._conversation.branch]
+        return await backend.put_by(chat, messages, self._conversation.tokens)
+
+    @property
+    def _keeps(self) -> bool:
+        """Not of chats that nobody wants saved."""
+        return not isinstance(self._store, MemoryStore)
 
     async def copy(self, text: str) -> None:
         """To the clipboard; the status line says which way."""

@@ -152,6 +152,7 @@ class ConversationActions(ChatParts):
     async def action_new_chat(self) -> None:
         if self._busy():
             return
+        await self._leave_chat()
         self._conversation = self._new_conversation()
         self._editing = None
         self._attached.clear()
