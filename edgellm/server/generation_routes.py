@@ -149,6 +149,11 @@ class GenerationRoutes:
         return Response(to_json({"id": answer_id, "cancelled": True}), media_type="application/json")
 
     @property
+    def memory(self) -> AnswerMemory:
+        """The answers that were given lately."""
+        return self._memory
+
+    @property
     def open_answers(self) -> int:
         return len(self._open)
 

@@ -28,8 +28,9 @@ from edgellm.contracts import (
     SamplingParams,
 )
 from edgellm.history.kv_files import KVFiles
-from edgellm_models.errors import EdgeLLMError, (
+from edgellm_models.errors import (
     BadInputError,
+    EdgeLLMError,
     NotFoundError,
     PermissionDeniedError,
     UnavailableError,
