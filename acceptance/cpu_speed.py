@@ -1,13 +1,14 @@
 """The native kernels against llama.cpp on the same file and cores: decoding, prompts, context, slots, rows.
 
 Run as ``python -m acceptance.cpu_speed [--cases decode-q4_1 ...] [--threads N ...] [--pairs N]
-[--processor-time]``; ``--list`` names the cases. Processor time is that of both processes, for one thread on
-a machine that is busy with other work: there the clock says nothing.
+[--processor-time] [--backend avx2]``; ``--list`` names the cases. Processor time is that of both processes,
+for one thread on a machine that is busy with other work: there the clock says nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
@@ -29,6 +30,8 @@ from edgellm.config import EngineConfig
 from edgellm.planning.machine import read_bandwidth
 from edgellm_kernels import native_threads
 from edgellm_kernels.batch import ForwardBatch, GroupTables
+from edgellm_kernels.native.build import backends
+from edgellm_kernels.native_library import BACKEND_VARIABLE, load_library
 from tests.support.real_models import real_model
 
 PAIRS = 5
@@ -113,6 +116,12 @@ class Ours:
         return Answered(first.ttft_s, sum(first.gaps), processor, wall)
 
 
+def on_backend() -> str:
+    """What a figure's name says where the back end was asked for."""
+    library = load_library()
+    return f", {library.backend}" if library is not None and os.environ.get(BACKEND_VARIABLE) else ""
+
+
 def per_token(run: Callable[[int], Answered], case: Case, processor_time: bool) -> float:
     """Seconds per token of what a case measures, ``run`` being given the number of new tokens."""
     if case.measures == "prefill":
@@ -167,7 +176,7 @@ def compare(name: str, case: Case, threads: int, pairs: int, processor_time: boo
     met = ratio >= least or (share is not None and not processor_time and share >= BANDWIDTH_SHARE)
     reads = "" if share is None else f", {share:.2f} of the {bandwidth:.1f} GB/s that all cores read"
     return Figure(
-        name=f"{name}: {case.model} {case.file_type}, {threads} thread{'s' if threads > 1 else ''}",
+        name=f"{name}: {case.model} {case.file_type}, {threads} thread{'s' * (threads > 1)}{on_backend()}",
         value=ratio,
         unit=f"times llama.cpp, by {'processor time' if processor_time else 'the clock'}{reads}",
         promise=f"at least {least}"
@@ -216,7 +225,8 @@ def compare_rows(name: str, case: RowsCase, threads: int, pairs: int, processor_
     middle = min if processor_time else statistics.median
     one, many = middle(found[1]), middle(found[case.rows])
     return Figure(
-        name=f"{name}: a step with {case.rows} rows of {case.model}, {threads} thread{'s' * (threads > 1)}",
+        name=f"{name}: a step with {case.rows} rows of {case.model}, {threads} thread{'s' * (threads > 1)}"
+        + on_backend(),
         value=many / one,
         unit=f"times that with one, by {'processor time' if processor_time else 'the clock'}",
         promise=f"at most {case.most}",
@@ -250,11 +260,14 @@ def main() -> int:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--pairs", type=int, default=PAIRS)
     parser.add_argument("--processor-time", action="store_true", help="one thread only")
+    parser.add_argument("--backend", choices=list(backends()), help="the native build, not the fastest")
     parser.add_argument("--no-record", action="store_true", help="prints, writes nothing")
     chosen = parser.parse_args()
     if chosen.list:
         print("\n".join(CASES))
         return 0
+    if chosen.backend is not None:
+        os.environ[BACKEND_VARIABLE] = chosen.backend  # before anything loads the library
     if chosen.processor_time and chosen.threads != [1]:
         sys.exit("--processor-time needs --threads 1: waiting threads of llama.cpp spin")
     figures = measure(chosen.cases, chosen.threads, chosen.pairs, chosen.processor_time)

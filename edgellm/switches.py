@@ -50,6 +50,11 @@ SWITCHES = (
         "2000",
     ),
     Switch(
+        "EDGELLM_NATIVE_BACKEND",
+        "avx512vnni|avx2|portable",
+        "Which build of the native kernels computes, in place of the fastest that the processor runs.",
+    ),
+    Switch(
         "EDGELLM_TEST_MODELS",
         "path",
         "For developers: a folder with NAME.gguf files that tests use instead of a pull.",

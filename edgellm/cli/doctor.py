@@ -134,7 +134,8 @@ def _kernels() -> Iterator[Finding]:
         also = f"this processor also runs {' and '.join(others)}; " if others else ""
         lacks = [name for name in native_library.built_libraries() if name not in runs]
         never = f"{' and '.join(lacks)} not run here; " if lacks else ""
-        yield Finding("native library", OK, f"{library.backend} back end; {also}{never}{library.path}")
+        why = native_library.why_chosen(library)
+        yield Finding("native library", OK, f"{library.backend} back end, {why}; {also}{never}{library.path}")
         if platform.machine().lower() not in ("x86_64", "amd64"):
             yield Finding("native silicon", WARNING, "native kernels have only ever run on x86-64")
         yield Finding("int4 KV", OK, "attention on torch: the native kernels read f32, f16, bf16 and int8")

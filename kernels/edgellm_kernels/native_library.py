@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -13,6 +14,8 @@ from typing import Any
 
 from edgellm_kernels.native import build
 
+BACKEND_VARIABLE = "EDGELLM_NATIVE_BACKEND"
+"""Names the back end to use in place of the fastest: what a processor without the newer instructions gets."""
 _FOLDER = Path(__file__).resolve().parent / "native"
 _PROTOTYPE = re.compile(r"^EDGELLM_API int (edgellm_\w+)\(([^)]*)\);", re.MULTILINE)
 _SCALARS = {
@@ -94,15 +97,42 @@ def _runs(probe: ctypes.CDLL, backend: str) -> bool:
     return bool(answer.value)
 
 
+def _wish() -> str:
+    return os.environ.get(BACKEND_VARIABLE, "")
+
+
+def unmet_wish() -> str:
+    """One phrase on why the back end that the environment names cannot be used; empty where nothing is asked
+    for, or it is had.
+    """
+    wish = _wish()
+    there = runnable_libraries() if wish else {}
+    if not wish or wish in there:
+        return ""
+    runs = ", ".join(reversed(there)) or "none that is built"
+    return f"{BACKEND_VARIABLE} is {wish!r}: this processor runs {runs}"
+
+
 def find_library() -> Path | None:
     """The library for this processor, or None: then ``why_missing`` says why."""
-    return next(reversed(runnable_libraries().values()), None)
+    there = runnable_libraries()
+    wish = _wish()
+    return there.get(wish) if wish else next(reversed(there.values()), None)
+
+
+def why_chosen(library: NativeLibrary) -> str:
+    """One phrase on why it is this back end."""
+    if _wish() == library.backend:
+        return f"as {BACKEND_VARIABLE} asks"
+    return "the fastest that this processor runs"
 
 
 def why_missing() -> str:
     """One phrase on why there is no native library; empty if there is one."""
     if find_library() is not None:
         return ""
+    if runnable_libraries() and unmet_wish():
+        return unmet_wish()
     folder = _FOLDER / build.BUILT
     with suppress(OSError):
         return (folder / build.REASON).read_text().strip()

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from edgellm_kernels.native_library import load_library, why_missing
+from edgellm_kernels.native_library import load_library, unmet_wish, why_missing
 
 OPS = (
     "embed",
@@ -134,6 +134,8 @@ def choose(
     """
     if preferred not in ("auto", *BACKENDS):
         raise KernelUnavailableError(f"unknown kernels {preferred!r}: choose auto, {', '.join(BACKENDS)}")
+    if preferred in ("auto", "native") and torch.device(device).type == "cpu" and unmet_wish():
+        raise KernelUnavailableError(unmet_wish())
     found = available(op, device, dtype)
     accepted = {preferred}
     serves = any(i.backend == preferred for i in available("linear", device, dtype))
@@ -167,5 +169,7 @@ def explain(
             lines[op] = str(error)
             continue
         others = [i.backend for i in available(op, device, dtype) if i is not chosen]
-        lines[op] = chosen.backend + (f" (also: {', '.join(others)})" if others else "")
+        library = load_library() if chosen.backend == "native" else None
+        name = chosen.backend if library is None else f"{chosen.backend} {library.backend}"
+        lines[op] = name + (f" (also: {', '.join(others)})" if others else "")
     return lines

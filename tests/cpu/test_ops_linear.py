@@ -197,3 +197,11 @@ def test_registry() -> None:
     table = explain("cpu", preferred="torch")
     assert set(table) == set(OPS) and all(text.startswith("torch") for text in table.values())
     assert "no triton kernels" in explain("cpu", preferred="triton")["linear"]
+
+
+def test_a_native_back_end_that_cannot_run_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGELLM_NATIVE_BACKEND", "sse9")
+    for preferred in ("auto", "native"):
+        with pytest.raises(KernelUnavailableError, match="EDGELLM_NATIVE_BACKEND is 'sse9'"):
+            choose("linear", "cpu", preferred=preferred)
+    assert choose("linear", "cpu", preferred="torch").backend == "torch"

@@ -93,6 +93,21 @@ def test_what_is_missing_is_said(small: Path, monkeypatch: pytest.MonkeyPatch) -
     assert native_library.why_missing() == f"the library in {target} cannot be loaded"
 
 
+def test_a_back_end_that_is_asked_for_is_taken_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(native_library.BACKEND_VARIABLE, "portable")
+    path = native_library.find_library()
+    assert path is not None and path.name == build.library_name("portable")
+    assert native_library.unmet_wish() == native_library.why_missing() == ""
+    library = native_library.open_library(path)
+    assert native_library.why_chosen(library) == "as EDGELLM_NATIVE_BACKEND asks"
+    monkeypatch.setenv(native_library.BACKEND_VARIABLE, "sse9")
+    assert native_library.find_library() is None
+    assert native_library.why_missing() == native_library.unmet_wish()
+    assert native_library.unmet_wish().startswith("EDGELLM_NATIVE_BACKEND is 'sse9': this processor runs ")
+    monkeypatch.delenv(native_library.BACKEND_VARIABLE)
+    assert native_library.why_chosen(library) == "the fastest that this processor runs"
+
+
 def test_every_function_of_the_headers_is_in_the_library() -> None:
     built = native_library.built_libraries()
     assert built, native_library.why_missing()
