@@ -15,8 +15,8 @@ class Draft:
     """Tokens that may come next."""
 
     token_ids: tuple[int, ...]
-    match: int = 0
-    """How many of the last tokens led to it: the more, the likelier it is right."""
+    match: int = 1
+    """How many of the last tokens led to it: the more, the likelier it is right; 0 is a hope."""
 
 
 class Drafter(Protocol):

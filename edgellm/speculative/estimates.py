@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-NUM_MATCHES = 6
+NUM_MATCHES = 8
 RUNNER = NUM_MATCHES
 """The bucket of what the runner drafts itself: by fewer layers, or by a draft model."""
 
 
 def bucket_of(match: int) -> int:
-    """Matches of about equal worth: 0-2, 3, 4-5, 6-8, 9-15 and 16 or more tokens."""
-    return sum(match >= bound for bound in (3, 4, 6, 9, 16))
+    """Matches of about equal worth: 0 and 1 (a copy that is resumed, see ngram.py), 2, 3, 4-5, 6-8, 9-15 and
+    16 or more tokens."""
+    return sum(match >= bound for bound in (1, 2, 3, 4, 6, 9, 16))
 
 
-_PRIOR_FIRST = (0.25, 0.35, 0.45, 0.55, 0.7, 0.8, 0.5)
-_PRIOR_LATER = (0.6, 0.65, 0.7, 0.75, 0.8, 0.9, 0.5)
+_PRIOR_FIRST = (0.15, 0.4, 0.3, 0.4, 0.45, 0.55, 0.7, 0.8, 0.5)
+_PRIOR_LATER = (0.6, 0.7, 0.6, 0.65, 0.7, 0.75, 0.8, 0.9, 0.5)
 _PRIOR_WEIGHT = 3.0
 _DECAY = 0.97
 """Weight of a trial after the next: about the last 33 count."""

@@ -19,6 +19,10 @@ MAX_PAST = 8_192
 """The same of what the sequences of one salt have said before."""
 MAX_SALTS = 16
 """Salts whose past answers are kept, those used last."""
+MAX_DRIFT = 8
+"""Tokens after which a copy that was left by another word is no longer expected to go on."""
+NEAR = 6
+"""Tokens around the place where a copy should go on in which its last token is looked for."""
 PREDICTED = MAX_MATCH
 """What a prediction that the answer has followed so far counts as, from its first token on."""
 
@@ -44,6 +48,8 @@ class TextIndex:
     def __init__(self, tokens: Sequence[int] = (), keep: int = MAX_TEXT) -> None:
         self._keep = keep
         self.tokens: list[int] = []
+        self.clean_ups = 0
+        """Times that places have moved."""
         self._places: dict[int, tuple[int, ...]] = {}
         self.extend(tokens)
 
@@ -53,6 +59,7 @@ class TextIndex:
             kept = [*tokens, *token_ids][-self._keep :]
             tokens.clear()
             places.clear()
+            self.clean_ups += 1
             token_ids = kept
         for token in token_ids:
             # An n-gram is entered with what follows it, so that the end of the text never finds itself.
@@ -71,12 +78,22 @@ class TextIndex:
             if len(context) < n or longest >= n:
                 continue
             for place in self._places.get(_key(context[-n:]), ()):
-                length = self._common(context, place)
+                length = self.common(context, place)
                 if length > longest:
                     best, longest = place, length
         return (best, longest) if longest >= MIN_MATCH else (0, 0)
 
-    def _common(self, context: Sequence[int], place: int) -> int:
+    def near(self, token: int, place: int) -> int:
+        """The place behind a ``token`` near ``place``, the nearest one; 0 is none."""
+        tokens = self.tokens
+        for distance in range(NEAR):
+            for found in (place + distance, place - distance):
+                if 0 < found < len(tokens) and tokens[found - 1] == token:
+                    return found
+        return 0
+
+    def common(self, context: Sequence[int], place: int) -> int:
+        """How many of the context's last tokens come before ``place``."""
         tokens = self.tokens
         most = min(MAX_MATCH, place, len(context))
         length = 0
@@ -109,6 +126,12 @@ class _State:
         self.answer: list[int] = []
         self.predicted: int | None = 0
         """The answer's length while it is the beginning of the prediction."""
+        self._source: TextIndex | None = None
+        """What is being copied."""
+        self._place = self._clean_ups = 0
+        """Where in it the next token is expected."""
+        self._drift = 0
+        """Tokens since several in a row were as expected."""
 
     @property
     def text(self) -> TextIndex:
@@ -119,6 +142,35 @@ class _State:
 
     def add(self, token_ids: Sequence[int]) -> None:
         self._fresh.extend(token_ids)
+        self._place += len(token_ids)
+        self._drift += len(token_ids)
+
+    def copies(self, source: TextIndex, place: int, match: int) -> None:
+        """Notes what was proposed, for ``resumed``."""
+        self._source, self._place, self._clean_ups = source, place, source.clean_ups
+        if match >= MIN_MATCH:
+            self._drift = 0
+
+    def resumed(self, longest: int) -> tuple[TextIndex, int, int] | None:
+        """(source, place, match) where the copy that was being made goes on, if that is as good as a match of
+        ``longest`` tokens.
+
+        An edited text is left for a word and goes on behind it: at the place that lies so many tokens on, or
+        behind the last token's twin nearby, if another number of tokens stands for the word.
+        """
+        source = self._source
+        if source is None or self._drift > MAX_DRIFT or source.clean_ups != self._clean_ups:
+            return None
+        if 0 < self._place < len(source.tokens):
+            match = source.common(self._text.tokens, self._place)
+            if match >= max(longest, 1):
+                return source, self._place, match
+        if longest >= MIN_MATCH:
+            return None
+        place = source.near(self._text.tokens[-1], self._place)
+        if place:
+            return source, place, 1
+        return (source, self._place, 0) if 0 < self._place < len(source.tokens) else None
 
     def follow(self, token_ids: Sequence[int]) -> None:
         """Notes whether the answer is still the beginning of the prediction."""
@@ -174,8 +226,12 @@ class NgramDrafter:
                 where, length = source.find(context)
                 if length > longest:
                     best, place, longest = source, where, length
+        again = state.resumed(longest)
+        if again is not None:
+            best, place, longest = again
         if best is None:
             return None
+        state.copies(best, place, longest)
         found = best.copy(place, most, goes_on=best is state.text)
         return Draft(found, longest) if found else None
 

@@ -111,7 +111,8 @@ class Speculator:
             for room in rooms:
                 draft = self._drafter.propose(room.sequence_id, min(room.most, self._max_draft))
                 tokens = () if draft is None else room.usable(draft.token_ids)
-                if draft is not None and tokens:
+                # What follows nothing but the hope that a copy goes on runs only where somebody judges it.
+                if draft is not None and tokens and (draft.match or controller is not None):
                     drafts[room.sequence_id] = Draft(tokens, draft.match)
         limits = {
             room.sequence_id: min(room.most, self.runner_tokens)

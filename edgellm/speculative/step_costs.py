@@ -45,7 +45,15 @@ class StepCosts:
 
     def seconds(self, rows: int) -> float:
         """What a step of so many rows takes; at least what the nearest smaller one took. Something was
-        recorded."""
+        recorded.
+
+        Between two sizes that were measured it is what the smaller ones let expect, where that is less than
+        what lies on a line to the larger one: kernels work in groups of rows, and who believes the dearer
+        never finds out.
+        """
+        return self._estimate(rows, hopeful=True)
+
+    def _estimate(self, rows: int, *, hopeful: bool) -> float:
         known = self._medians.get(rows)
         below = [r for r in self._medians if r <= rows]
         least = max((self._medians[r] for r in below), default=0.0)
@@ -55,7 +63,12 @@ class StepCosts:
         if below and above:
             low, high = max(below), min(above)
             start, end = self._medians[low], self._medians[high]
-            return max(least, start + (end - start) * (rows - low) / (high - low))
+            between = start + (end - start) * (rows - low) / (high - low)
+            first = min(self._medians)
+            if hopeful and low > first:
+                slope = (start - self._medians[first]) / (low - first)
+                between = min(between, start + max(0.0, slope) * (rows - low))
+            return max(least, between)
         first = min(self._medians)
         if not below:
             return self._medians[first]
@@ -66,10 +79,11 @@ class StepCosts:
         return least + slope * (rows - last)
 
     def worst(self, rows: int) -> float:
-        """The same, with every row beyond those that were measured as dear as a whole step of one row."""
+        """The same without hope, and with every row beyond those that were measured as dear as a whole step
+        of one row."""
         largest = max(self._medians)
         if rows <= largest:
-            return self.seconds(rows)
+            return self._estimate(rows, hopeful=False)
         first = min(self._medians)
         return self.seconds(largest) + (rows - largest) * self._medians[first] / first
 

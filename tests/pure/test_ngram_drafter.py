@@ -7,7 +7,8 @@ import random
 import pytest
 
 from edgellm.speculative import ngram
-from edgellm.speculative.ngram import MAX_MATCH, MAX_SALTS, NUM_PLACES, NgramDrafter, TextIndex
+from edgellm.speculative.drafter import Draft
+from edgellm.speculative.ngram import MAX_DRIFT, MAX_MATCH, MAX_SALTS, NUM_PLACES, NgramDrafter, TextIndex
 
 
 def longest_by_search(text: list[int]) -> int:
@@ -60,7 +61,8 @@ def test_what_followed_before_is_proposed() -> None:
     draft = drafter.propose(1, 2)
     assert draft is not None and (draft.token_ids, draft.match) == ((6, 7), 4)
     drafter.observe(1, [100])
-    assert proposal(drafter) == ()
+    assert drafter.propose(1, 4) == Draft((7, 8, 9, 2), 0)  # as if 100 stood for 6
+    assert proposal(drafter_on([1, 2, 3, 4], [9, 3, 2])) == ()
 
 
 def test_the_longer_match_wins_and_of_equal_ones_the_later() -> None:
@@ -127,14 +129,47 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_lookup_costs_the_same_in_a_long_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts of one repeated token are the worst case of a search that goes back: comparisons are counted."""
     compared: list[int] = []
-    real = TextIndex._common
+    real = TextIndex.common
 
     def counting(self: TextIndex, context: list[int], place: int) -> int:
         found = real(self, context, place)
         compared.append(found + 1)
         return found
 
-    monkeypatch.setattr(TextIndex, "_common", counting)
+    monkeypatch.setattr(TextIndex, "common", counting)
     index = TextIndex([7] * 20_000)
     index.find(index.tokens)
     assert sum(compared) <= 2 * NUM_PLACES * (MAX_MATCH + 1)
+
+
+def test_an_edited_copy_goes_on_behind_the_word_that_was_changed() -> None:
+    """One token for one: at the same place; one for three: behind the last token's twin nearby. A match of
+    several tokens elsewhere is worth more than either, and after a while nothing is expected any more."""
+    source = [*range(10, 22), *range(30, 42), *range(50, 62)]
+    drafter = NgramDrafter(remember=False)
+    drafter.begin(0, [*source, 1, 2])
+    drafter.observe(0, source[:4])
+    assert drafter.propose(0, 3) == Draft((14, 15, 16), 4)
+    drafter.observe(0, [99])  # 14 became 99
+    assert drafter.propose(0, 3) == Draft((15, 16, 17), 0)
+    drafter.observe(0, [15])
+    assert drafter.propose(0, 3) == Draft((16, 17, 18), 1)
+    drafter.observe(0, [16])
+    assert drafter.propose(0, 3) == Draft((17, 18, 19), 2)
+    drafter.observe(0, [98])  # 17, 18 and 19 became 98
+    drafter.observe(0, [20])
+    assert drafter.propose(0, 3) == Draft((21, 30, 31), 1)
+    drafter.observe(0, [50, 51])  # it went on elsewhere
+    assert drafter.propose(0, 2) == Draft((52, 53), 2)
+    drafter.observe(0, [200 + i for i in range(MAX_DRIFT + 1)])
+    assert drafter.propose(0, 3) is None
+
+
+def test_of_equal_matches_the_one_that_is_being_copied_wins() -> None:
+    """Two places begin alike; the copy stays where it was, though the other one is later."""
+    drafter = NgramDrafter(remember=False)
+    drafter.begin(0, [5, 6, 7, 8, 70, 71, 72, 8, 9, 80, 81, 82, 8, 9, 90, 91, 1])
+    drafter.observe(0, [71, 72, 8])
+    drafter.propose(0, 1)
+    drafter.observe(0, [9])
+    assert drafter.propose(0, 2) == Draft((80, 81), 4)
