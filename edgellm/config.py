@@ -131,7 +131,12 @@ SETTINGS = (
         "coupled",
         ("coupled", "rejection"),
     ),
-    Setting("gpu_layers", "choice", "Layers on the GPU.", "auto", ("auto",), ("*",)),
+    Setting(
+        "gpu_layers",
+        "text",
+        "Last layers that run on the GPU, the others run on the CPU; auto is as many as fit beside their KV.",
+        "auto",
+    ),
     Setting("seed", "integer", "Seed of sampling; unset draws one and shows it.", minimum=0, sampling="seed"),
     Setting("temp", "number", "Temperature; 0 is greedy.", minimum=0, sampling="temperature"),
     Setting("top_k", "integer", "Keep the K most likely tokens; 0 is off.", minimum=0, sampling="top_k"),

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from edgellm.runner.model_runner import ModelRunner
     from edgellm_kernels.batch import KVStorage
     from edgellm_models.checkpoint.reader import Checkpoint
+    from edgellm_models.network.decoder import Decoder
     from edgellm_models.network.spec import ModelSpec
     from edgellm_models.tokenizer.base import Tokenizer
     from edgellm_models.tokenizer.chat_template import ChatTemplates
@@ -99,7 +100,8 @@ class Runtime:
 
         Needs f32 KV of the text beside the engine's cache while it runs.
         """
-        assert self.embedding is not None
+        if self.embedding is None:
+            raise BadInputError("a model on two devices (--gpu-layers) embeds no texts: use --gpu-layers 0")
         run = self.embedding(token_ids)
         while is_wanted():
             if self.engine.call(run.step):
@@ -159,6 +161,7 @@ def load_runtime(
     )
     from edgellm.cache.prefix_index import cache_key
     from edgellm.cli.draft_model import load_draft
+    from edgellm.cli.gpu_split import allocate_split, build_split, shared_room, split_for
     from edgellm.cli.layer_skip import FOLDER as SKIP_FOLDER
     from edgellm.cli.layer_skip import LayerSkip
     from edgellm.engine.engine import MAX_RUNNING, PREFILL_CHUNK, Engine
@@ -171,7 +174,9 @@ def load_runtime(
     from edgellm_kernels.native_threads import num_threads, set_threads
     from edgellm_kernels.registry import explain
     from edgellm_models.checkpoint import open_checkpoint
+    from edgellm_models.network import read_spec
     from edgellm_models.network.build import build_decoder
+    from edgellm_models.network.split_decoder import SplitDecoder
     from edgellm_models.tokenizer import load_chat_templates, load_sampling_defaults, load_tokenizer
     from edgellm_models.tokenizer.stream_decoder import StreamDecoder
 
@@ -206,13 +211,31 @@ def load_runtime(
     tokenizer = load_tokenizer(path, checkpoint.file_format, checkpoint.metadata)
     for notice in getattr(tokenizer, "notices", ()):
         tell(notice)
-    decoder = build_decoder(
-        checkpoint, device=device, kernels=resolved.kernels, activations=resolved.activations
+    on_cpu, split_notice = split_for(
+        checkpoint,
+        resolved.gpu_layers,
+        resolved.ctx,
+        device,
+        _free_memory(device) if device == "cuda" else None,
     )
+    decoder: Decoder | SplitDecoder
+    if split_notice is not None:
+        tell(split_notice)
+        num_layers = read_spec(checkpoint.file_format, checkpoint.metadata, checkpoint.tensors()).num_layers
+        if on_cpu == num_layers:
+            device, on_cpu = "cpu", 0
+    if on_cpu:
+        decoder = build_split(checkpoint, on_cpu, num_layers, kernels=("auto", resolved.kernels))
+    else:
+        decoder = build_decoder(
+            checkpoint, device=device, kernels=resolved.kernels, activations=resolved.activations
+        )
     for notice in decoder.notices:
         tell(notice)
     spec = decoder.spec
     free_bytes = _free_memory(device)
+    if on_cpu:
+        free_bytes = shared_room(free_bytes, _free_memory("cpu"), on_cpu, num_layers)
     chunk = prefill_chunk or PREFILL_CHUNK
     keep = resolved.kv_window if resolved.kv_policy == WINDOW else resolved.kv_budget
     kept = most_positions(resolved.kv_policy, keep, BLOCK_SIZE)
@@ -230,16 +253,26 @@ def load_runtime(
     groups = group_layouts(spec, context, chunk, BLOCK_SIZE, kept, sequences, lookahead, full_contexts)
     if full_contexts > 1:
         check_contexts(spec, [group.num_blocks for group in groups], kv, context, free_bytes, full_contexts)
-    storage = allocate_storage(spec, [group.num_blocks for group in groups], kv, device, num_rings=at_once)
-    program = choose_program(decoder, storage)
+    sizes = [group.num_blocks for group in groups]
+    program: Decoder | StepProgram | SplitDecoder
+    if isinstance(decoder, SplitDecoder):
+        storage = allocate_split(spec, sizes, kv, on_cpu)
+        program = decoder
+    else:
+        storage = allocate_storage(spec, sizes, kv, device, num_rings=at_once)
+        program = choose_program(decoder, storage)
     draft = None
     if resolved.draft is not None:
+        if isinstance(decoder, SplitDecoder):
+            raise BadInputError(
+                "--draft needs the whole model on one device: run without it, or with --gpu-layers 0"
+            )
         draft = load_draft(resolved, tokenizer, decoder, kv, speculator, device)
         own = draft.layouts(groups, full_contexts * context, chunk, lookahead)
         groups = (*groups, *own)
         storage = (*storage, *draft.allocate(own, kv, device, free_bytes))
         tell(draft.notice(storage[-len(own) :]))
-    host_blocks = host_blocks_for(storage, device)
+    host_blocks = host_blocks_for(storage, device) if not on_cpu else (0,) * len(storage)
     host_storage = allocate_host_storage(storage, host_blocks) if any(host_blocks) else ()
     key = cache_key(model_id=str(path), rope=repr(spec.ropes), kv_dtypes=[kv.name] * len(groups))
     if isinstance(program, StepProgram):
@@ -307,7 +340,9 @@ def load_runtime(
     )
     threads = num_threads() if isinstance(program, StepProgram) else torch.get_num_threads()
     layer_skip = None
-    if speculator is not None and resolved.spec in ("auto", "skip") and draft is None:
+    can_skip = draft is None and not isinstance(program, SplitDecoder)
+    if speculator is not None and resolved.spec in ("auto", "skip") and can_skip:
+        assert not isinstance(program, SplitDecoder)
         layer_skip = LayerSkip(
             program, kv, tokenizer, path, threads, device, runner, speculator, resolved.spec == "skip"
         )
@@ -339,7 +374,7 @@ def load_runtime(
         kv_policy="stop" if kept is None else resolved.kv_policy,
         runner=runner,
         kv_read_bytes=partial(_kv_read_bytes, spec, kv),
-        embedding=partial(Embedding, decoder, device=device),
+        embedding=None if isinstance(decoder, SplitDecoder) else partial(Embedding, decoder, device=device),
         num_threads=threads,
         layer_skip=layer_skip,
     )

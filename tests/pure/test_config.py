@@ -100,7 +100,6 @@ def test_a_wrong_file_names_file_and_key(tmp_path: Path, text: str, words: list[
         ("EDGELLM_KV_DTYPE", "fp8", "EDGELLM_KV_DTYPE fp8 is not in this version"),
         ("EDGELLM_KV_POLICY", "h2o", "EDGELLM_KV_POLICY must be one of stop, trim, window, budget"),
         ("EDGELLM_SPEC", "fast", "EDGELLM_SPEC must be one of auto, off, ngram, skip, not 'fast'"),
-        ("EDGELLM_GPU_LAYERS", "12", "EDGELLM_GPU_LAYERS 12 is not in this version"),
         ("EDGELLM_TOP_P", "0", "EDGELLM_TOP_P must be above 0"),
     ],
 )
