@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
@@ -204,11 +206,28 @@ def gate_kernel(both, out, n, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + row * n + column, _activate(gate, ACTIVATION) * up, mask=mask)
 
 
+def run_with_sizes(
+    x: torch.Tensor, weight: PlaneWeight, kernel: str, sizes: Mapping[str, int]
+) -> torch.Tensor:
+    """x @ weight.T by gemv, dot16, dot32 or dot64 (16 bits) with launch sizes that are given: for tuning."""
+    out = torch.empty((x.shape[0], weight.out_features), dtype=torch.float32, device=x.device)
+    if kernel == "gemv":
+        _gemv(x, weight, out, None, "", sizes)
+    else:
+        _dot(x, weight, out, None, torch.bfloat16, kernel, sizes)
+    return out
+
+
 def _gemv(
-    x: torch.Tensor, weight: PlaneWeight, out: torch.Tensor, add: torch.Tensor | None, activation: str
+    x: torch.Tensor,
+    weight: PlaneWeight,
+    out: torch.Tensor,
+    add: torch.Tensor | None,
+    activation: str,
+    sizes: Mapping[str, int] | None = None,
 ) -> None:
     planes, constants = plane_arguments(weight)
-    sizes = sizes_of(configurations(gpu_name(x.device)), "gemv", weight.form)
+    sizes = sizes or sizes_of(configurations(gpu_name(x.device)), "gemv", weight.form)
     n = weight.out_features // 2 if activation else weight.out_features
     gemv_kernel[(triton.cdiv(n, sizes["rows"]),)](
         x=x,
@@ -236,10 +255,11 @@ def _dot(
     add: torch.Tensor | None,
     dtype: torch.dtype,
     kernel: str,
+    sizes: Mapping[str, int] | None = None,
 ) -> None:
     planes, constants = plane_arguments(weight)
     half = dtype != torch.float32
-    sizes = dot_sizes(configurations(gpu_name(x.device)), kernel, weight.form, half)
+    sizes = sizes or dot_sizes(configurations(gpu_name(x.device)), kernel, weight.form, half)
     tokens, n = out.shape
     factors = x
     if half:
