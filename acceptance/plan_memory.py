@@ -56,7 +56,7 @@ CASES: dict[str, Case] = {
     for label, kernels, settings in (
         ("f32", "native", {}),
         ("int8", "native", {"kv_dtype": "int8"}),
-        ("window", "native", {"policy": "window"}),
+        ("window", "native", {"policy": "window", "ctx": 2048}),
         ("four", "native", {"batch": 4}),
         ("torch", "torch", {}),
         ("torch-int8", "torch", {"kv_dtype": "int8"}),

@@ -1,4 +1,7 @@
-"""Many requests of all lengths through a few slots, beside generate() one by one and in padded batches."""
+"""Many requests of all lengths through a few slots, beside generate() one by one and in padded batches.
+
+Ours without speculation, kernels against kernels, and as users get it, with speculation where it pays.
+"""
 
 from __future__ import annotations
 
@@ -47,12 +50,20 @@ def run() -> Iterator[Figure]:
     # From the shortest to the longest in even steps, in an order of their own.
     lengths = [SHORTEST + (LONGEST - SHORTEST) * i // max(1, REQUESTS - 1) for i in range(REQUESTS)]
     rng.shuffle(lengths)
-    serve(runtime.core, prompts[:2], [4, 4], "warm")
+    serve(runtime.core, prompts[:2], [4, 4], "warm", speculate=True)
     generate(model, prompts[:1], [4])
-    times: dict[str, list[float]] = {"ours": [], "alone": [], "padded": []}
+    times: dict[str, list[float]] = {"plain": [], "drafting": [], "alone": [], "padded": []}
     for turn in range(REPEAT):
         sides = [
-            ("ours", lambda turn=turn: serve(runtime.core, prompts, lengths, f"t{turn}")),
+            *(
+                (
+                    name,
+                    lambda name=name, turn=turn: serve(
+                        runtime.core, prompts, lengths, f"{name}{turn}", speculate=name == "drafting"
+                    ),
+                )
+                for name in ("plain", "drafting")
+            ),
             ("alone", lambda: sum(generate(model, [p], [n]) for p, n in zip(prompts, lengths, strict=True))),
             (
                 "padded",
@@ -68,11 +79,14 @@ def run() -> Iterator[Figure]:
     runtime.close()
     wanted = sum(lengths)
     medians = {name: statistics.median(values) for name, values in times.items()}
-    for name, words in (("alone", "one by one"), ("padded", f"in padded batches of {SLOTS}")):
+    pairs = [(ours, theirs) for ours in ("plain", "drafting") for theirs in ("alone", "padded")]
+    for ours, name in pairs:
+        words = "one by one" if name == "alone" else f"in padded batches of {SLOTS}"
+        how = "no speculation" if ours == "plain" else "speculation where it pays"
         yield Figure(
-            name=f"{MODEL}: {REQUESTS} answers of {SHORTEST} to {LONGEST} tokens, transformers {words}",
-            value=medians[name] / medians["ours"],
-            unit=f"times our time (ours {wanted / medians['ours']:.1f} tok/s, {backend}, {SLOTS} slots)",
+            name=f"{MODEL}, {how}: {REQUESTS} answers of {SHORTEST} to {LONGEST} tokens, peer {words}",
+            value=medians[name] / medians[ours],
+            unit=f"times our time (ours {wanted / medians[ours]:.1f} tok/s, {backend}, {SLOTS} slots)",
             promise="none",
             met=True,
             peer=f"transformers {version('transformers')}, f32, sdpa: {wanted / medians[name]:.1f} tok/s",
@@ -80,7 +94,9 @@ def run() -> Iterator[Figure]:
         )
 
 
-def serve(engine: Any, prompts: Sequence[Sequence[int]], lengths: Sequence[int], name: str) -> float:
+def serve(
+    engine: Any, prompts: Sequence[Sequence[int]], lengths: Sequence[int], name: str, *, speculate: bool
+) -> float:
     """Seconds until the last of all requests, submitted at once, has its tokens."""
     from edgellm.contracts import GenerationRequest, SamplingParams
 
@@ -89,7 +105,9 @@ def serve(engine: Any, prompts: Sequence[Sequence[int]], lengths: Sequence[int],
         sampling = SamplingParams(temperature=0.0, max_new_tokens=length, ignore_eos=True)
         # A salt of its own: no request is served from another run's cache.
         request_id = f"{name}-{index}"
-        engine.submit(GenerationRequest(request_id, tuple(prompt), sampling, cache_salt=request_id))
+        engine.submit(
+            GenerationRequest(request_id, tuple(prompt), sampling, cache_salt=request_id, speculate=speculate)
+        )
     count = 0
     while engine.has_work():
         for event in engine.step():

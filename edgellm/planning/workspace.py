@@ -13,9 +13,11 @@ PROCESS_BYTES = 256_000_000
 TOKEN_BYTES, MERGED_TOKEN_BYTES = 430, 850
 """Of a vocabulary's entry in the tokenizer, of one with scores and of one with merges."""
 
-_SAMPLED_BYTES = 72
+_SAMPLED_BYTES = 70
 """Per entry of the vocabulary, while one token is drawn: scores and noise in f64, ids, hashes."""
-_NATIVE_FIXED = 3_000_000
+_NATIVE_SHARE = 1.02
+"""Of the step program's buffers in whole pages, with what the allocator keeps beside them."""
+_NATIVE_FIXED = 4_000_000
 """Tiles of attention, tables and the batch's own tensors."""
 _TORCH_SHARE = 1.5
 """Torch's allocator keeps half as much again of what came and went."""
@@ -49,7 +51,7 @@ def workspace_bytes(
         floats = 3 * shape.hidden_size + fused + 2 * query + 3 * shape.ffn_size + angles
         widest = max(shape.hidden_size, query, shape.ffn_size)
         # Besides the widest input as 16-bit integers with their scales: 80 bytes for 32.
-        return rows * (4 * floats + widest * 80 // 32) + head + _NATIVE_FIXED
+        return int(_NATIVE_SHARE * rows * (4 * floats + widest * 80 // 32)) + head + _NATIVE_FIXED
     keys = min(context or shape.context_length, max(256, _TILE_ELEMENTS // (shape.num_heads * _TILE_QUERIES)))
     tile = 4 * shape.num_heads * min(rows, _TILE_QUERIES) * keys
     tile += 2 * 4 * shape.num_kv_heads * shape.head_dim * keys if decodes_kv else 0
