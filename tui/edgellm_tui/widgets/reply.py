@@ -107,8 +107,9 @@ class Reply(Fold):
         if text:
             if self._fold is not None and not self._parts:
                 self._fold.title = f"Thought for {seconds_text(time.monotonic() - self._thinking_since)}"
+            if not self._parts:
+                self._foot.update("")
             self._parts.append(text)
-            self._foot.update("")
             await self._body.append(text)
 
     async def _append_reasoning(self, reasoning: str) -> None:
