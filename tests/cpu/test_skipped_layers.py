@@ -15,6 +15,7 @@ from edgellm_models.checkpoint import open_checkpoint
 from edgellm_models.network.build import build_decoder
 from edgellm_models.network.decoder import Decoder
 from edgellm_models.network.sub_layers import SkippedSubLayers
+from tests.cpu.test_speculation import BLOCK, check_rounds
 from tests.support.dead_layers import make_with_dead
 from tests.support.engines import load_engine, run_all
 from tests.support.paged import PagedRun, relative_error
@@ -154,6 +155,68 @@ def test_drafts_by_layers_keep_the_text(
         expected = run(None, 0, kernels, kv)
         assert run(Speculator(None, max_draft=5, runner_tokens=5), 5, kernels, kv) == expected
         assert least <= shares[1] <= most
+
+
+@pytest.mark.parametrize("skipped", [DEAD, SkippedSubLayers.of((2, 4), (1, 4, 5))])
+def test_committed_kv_is_that_of_a_fresh_prefill(skipped: SkippedSubLayers, tmp_path: Path) -> None:
+    """After every round, in all layers, those that drafts skip too: verification has rewritten what drafts
+    left in the places that it commits."""
+    path = make_with_dead(
+        "llama",
+        tmp_path / "m",
+        num_layers=LAYERS,
+        attention=DEAD.attention,
+        feed_forward=DEAD.feed_forward,
+    )
+    loaded = load_engine(
+        path,
+        context=128,
+        block_size=BLOCK,
+        speculator=Speculator(None, max_draft=5, runner_tokens=5),
+        lookahead=5,
+        skipped=skipped,
+        poison=True,
+    )
+    sampling = SamplingParams(temperature=0.8, seed=2, max_new_tokens=14, ignore_eos=True)
+    loaded.engine.submit(GenerationRequest("a", tuple(IDS), sampling))
+    rounds = check_rounds(loaded, path)
+    drafted = loaded.engine.stats.draft
+    assert rounds >= 2 and drafted.proposed > 8
+    assert (drafted.accepted == drafted.proposed) == (skipped is DEAD)
+
+
+@pytest.mark.parametrize(("policy", "keep"), [("window", 40), ("budget", 64)])
+def test_drafts_by_layers_do_not_cross_the_borders_of_evictions(
+    policy: str, keep: int, tmp_path: Path
+) -> None:
+    path = make_with_dead(
+        "llama",
+        tmp_path / "m",
+        num_layers=LAYERS,
+        attention=DEAD.attention,
+        feed_forward=DEAD.feed_forward,
+    )
+
+    def run(speculator: Speculator | None) -> tuple[list[int], int]:
+        loaded = load_engine(
+            path,
+            context=256,
+            chunk=32,
+            block_size=BLOCK,
+            speculator=speculator,
+            lookahead=0 if speculator is None else 6,
+            skipped=DEAD,
+            poison=True,
+        )
+        sampling = SamplingParams(temperature=0.7, seed=4, max_new_tokens=60, ignore_eos=True)
+        request = GenerationRequest("a", tuple(IDS), sampling, kv_policy=policy, kv_keep=keep)
+        [found] = run_all(loaded.engine, [request])
+        assert any(e.notice and "evicted" in e.notice.kind for e in found.events)
+        return found.token_ids, loaded.engine.stats.draft.accepted
+
+    expected, _ = run(None)
+    found, accepted = run(Speculator(None, max_draft=6, runner_tokens=6))
+    assert found == expected and accepted > 30
 
 
 def _sample(event: TokenEvent) -> int:
