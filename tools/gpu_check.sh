@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What only a GPU can show: the contract tests of the Triton kernels and their speed. Installs nothing, under 5 minutes.
-# Usage: tools/gpu_check.sh [PYTHON]; ends with a table, and writes gpu_check.json beside it into $OUT (or .).
+# Usage: tools/gpu_check.sh [PYTHON]; ends with tables, and writes gpu_check.json and gpu_steps.json into $OUT (or .).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${1:-python3}
@@ -20,9 +20,10 @@ print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton
 PY
 status=0
 if "$python" -c "import pytest" 2>/dev/null; then
-    timeout 150 "$python" -m pytest tests/gpu -q -x -p no:cacheprovider --import-mode=importlib || status=1
+    timeout 130 "$python" -m pytest tests/gpu -q -x -p no:cacheprovider --import-mode=importlib || status=1
 else
     echo "gpu_check: pytest is not installed, the contract tests were NOT RUN" && status=1
 fi
-timeout 120 "$python" tools/gpu_bench.py "$out/gpu_check.json" || status=1
+timeout 60 "$python" tools/gpu_bench.py "$out/gpu_check.json" || status=1
+timeout 100 "$python" tools/gpu_step_bench.py "$out/gpu_steps.json" || status=1
 exit $status

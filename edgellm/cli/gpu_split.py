@@ -87,12 +87,18 @@ def build_split(
     devices: tuple[str, str] = ("cpu", "cuda"),
     kernels: tuple[str, str] = ("auto", "auto"),
 ) -> SplitDecoder:
-    """The model with its first ``on_cpu`` layers on the first device and the others on the second."""
+    """The model with its first ``on_cpu`` layers on the first device and the others on the second, where a GPU
+    multiplies in 16 bits unless torch computes."""
+    import torch
+
     from edgellm_models.network.build import build_part
     from edgellm_models.network.split_decoder import SplitDecoder
 
     first = build_part(checkpoint, range(on_cpu), device=devices[0], kernels=kernels[0])
-    last = build_part(checkpoint, range(on_cpu, num_layers), device=devices[1], kernels=kernels[1])
+    dtype = torch.bfloat16 if devices[1] == "cuda" and kernels[1] != "torch" else torch.float32
+    last = build_part(
+        checkpoint, range(on_cpu, num_layers), device=devices[1], dtype=dtype, kernels=kernels[1]
+    )
     return SplitDecoder(first, last)
 
 

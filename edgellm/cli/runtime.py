@@ -227,8 +227,14 @@ def load_runtime(
     if on_cpu:
         decoder = build_split(checkpoint, on_cpu, num_layers, kernels=("auto", resolved.kernels))
     else:
+        # On a GPU products of several rows take 16-bit operands, with f32 sums; torch stays the reference.
+        in_16_bits = device == "cuda" and resolved.kernels != "torch"
         decoder = build_decoder(
-            checkpoint, device=device, kernels=resolved.kernels, activations=resolved.activations
+            checkpoint,
+            device=device,
+            dtype=torch.bfloat16 if in_16_bits else torch.float32,
+            kernels=resolved.kernels,
+            activations=resolved.activations,
         )
     for notice in decoder.notices:
         tell(notice)

@@ -101,6 +101,7 @@ def build_part(
     layers: range,
     *,
     device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
     kernels: str = "auto",
     activations: str = "auto",
 ) -> Decoder:
@@ -108,7 +109,7 @@ def build_part(
     in the one that ends it. Raises what ``build_decoder`` raises."""
     spec = read_spec(checkpoint.file_format, checkpoint.metadata, checkpoint.tensors())
     try:
-        chosen = load_kernels(device, torch.float32, kernels, activations)
+        chosen = load_kernels(device, dtype, kernels, activations)
     except KernelUnavailableError as error:
         raise ResourceError(str(error)) from error
     loader = _Loader(checkpoint, spec, chosen)
