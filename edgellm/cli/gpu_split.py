@@ -87,7 +87,7 @@ def build_split(
     devices: tuple[str, str] = ("cpu", "cuda"),
     kernels: tuple[str, str] = ("auto", "auto"),
 ) -> SplitDecoder:
-    """The model with its first ``on_cpu`` layers on the first device and the others on the second, where a GPU
+    """The model with its first ``on_cpu`` layers on the first device, the others on the second, where a GPU
     multiplies in 16 bits unless torch computes."""
     import torch
 
