@@ -314,6 +314,31 @@ def test_the_cache_of_a_plan_has_room_for_chunks_drafts_and_tails() -> None:
     assert int4.kv_bytes == 2 * (1_024 * 2 * 8 * 72 + 176 * 2 * 8 * 256) * 32
 
 
+@pytest.mark.parametrize(
+    ("model", "kernels", "kv_dtype", "context", "batch", "measured"),
+    [
+        ("SMOLLM2_135M", "native", "f32", 1_024, 1, 25.3),
+        ("SMOLLM2_135M", "native", "int8", 1_024, 1, 26.3),
+        ("SMOLLM2_135M", "native", "f32", 1_024, 4, 26.5),
+        ("SMOLLM2_135M", "torch", "f32", 1_024, 1, 47.9),
+        ("SMOLLM2_135M", "torch", "int8", 1_024, 1, 46.8),
+        ("GEMMA3_270M", "native", "f32", 1_024, 1, 49.2),
+        ("GEMMA3_270M", "native", "int8", 1_024, 1, 47.2),
+        ("GEMMA3_270M", "torch", "f32", 1_024, 1, 77.0),
+        ("GEMMA3_270M", "torch", "int8", 1_024, 1, 74.5),
+        ("LLAMA3_8B", "native", "f16", 160, 1, 64.1),
+    ],
+)
+def test_the_workspace_is_that_of_measured_runs(
+    model: str, kernels: str, kv_dtype: str, context: int, batch: int, measured: float
+) -> None:
+    """Megabytes by which resident memory grew at its peak (acceptance/plan_memory.py, two cores of an x86-64
+    machine): never more than planned, and a tenth less at most."""
+    wish = Wish(context=context, batch=batch, kv_dtype=kv_dtype, kernels=kernels)
+    planned = make_plan(shape(getattr(published, model)), wish, Machine()).workspace_bytes / 1e6
+    assert measured <= planned <= 1.1 * measured
+
+
 def test_what_kernels_hold_and_what_the_program_takes() -> None:
     """torch computes with f32 and keeps the file's form only of an embedding that is no head; the program
     counts where it lives in the same memory."""
