@@ -33,19 +33,28 @@ SAME_SIZE = {
     "awq identity": "awq",
 }
 """Cases that are measured without being written, and the file of the same format, bits and groups."""
-_NAME = re.compile(r"^(?P<model>[^:]+): KL from the twin, (?P<case>[^()]+)$")
+_NAME = re.compile(r"^([^:]+): KL from the twin, ([^()]+?)( \([^()]*\))?$")
 
 
 def points(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, tuple[float, float]]]:
-    """model -> case -> (bits per weight, KL) of the newest full runs; reduced runs say so in their names."""
-    newest = {match.groups(): row for row in rows if (match := _NAME.match(str(row["name"])))}
+    """title -> case -> (bits per weight, KL), each model's newest rows of the size of run that has the most.
+
+    Reduced runs say their size in brackets, which the title repeats; the full run wins a tie.
+    """
+    newest = {}
+    for row in rows:
+        if match := _NAME.match(str(row["name"])):
+            newest[match.group(1), match.group(3) or "", match.group(2)] = row
     sizes = {key: row["detail"]["bpw"] for key, row in newest.items() if "bpw" in row["detail"]}
-    found: dict[str, dict[str, tuple[float, float]]] = {}
-    for (model, case), row in newest.items():
-        size = sizes.get((model, case), sizes.get((model, SAME_SIZE.get(case, case))))
+    runs: dict[str, dict[str, dict[str, tuple[float, float]]]] = {}
+    for (model, run, case), row in newest.items():
+        size = sizes.get((model, run, case), sizes.get((model, run, SAME_SIZE.get(case, case))))
         if size is not None:
-            found.setdefault(model, {})[case] = (float(size), float(row["value"]))
-    return found
+            runs.setdefault(model, {}).setdefault(run, {})[case] = (float(size), float(row["value"]))
+    fullest = {
+        model: max(found, key=lambda run: (len(found[run]), run == "")) for model, found in runs.items()
+    }
+    return {model + run: runs[model][run] for model, run in fullest.items()}
 
 
 def kind_of(case: str) -> str:

@@ -26,6 +26,14 @@ def test_newest_full_runs_are_points_and_a_case_without_file_has_the_size_of_its
     assert PLOT["points"](rows) == {"a": {"gptq 4": (4.4, 0.1), "rtn 4": (4.4, 0.5)}}
 
 
+def test_a_reduced_run_is_drawn_where_it_has_more_and_the_full_one_in_a_tie() -> None:
+    few = " (8 calibration tokens, 4 scored)"
+    rows = [row("a", f"Q4_K_M{few}", 0.3, bpw=4.8), row("a", "Q4_K_M", 0.2, bpw=4.8)]
+    assert PLOT["points"](rows) == {"a": {"Q4_K_M": (4.8, 0.2)}}
+    rows.append(row("a", f"Q3_K_M{few}", 0.4, bpw=3.9))
+    assert PLOT["points"](rows) == {f"a{few}": {"Q4_K_M": (4.8, 0.3), "Q3_K_M": (3.9, 0.4)}}
+
+
 def test_lower_losses_lie_lower_and_more_bits_further_right() -> None:
     rows = [row("m & n", "Q3_K_M", 0.2, bpw=3.9), row("m & n", "llama Q4_K_M", 0.1, bpw=4.8)]
     root = ElementTree.fromstring(PLOT["plot"](rows))
