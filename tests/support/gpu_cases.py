@@ -206,6 +206,13 @@ def rope_case(pages: str = "int8") -> Case:
     return Case(f"qk_norm_rope_store {pages}", rope_store_kernel, arguments)
 
 
+def hadamard_case() -> Case:
+    from edgellm_kernels.rope_triton import hadamard_kernel
+
+    f = torch.empty(64)
+    return Case("hadamard", hadamard_kernel, {"x": f, "out": f, "DIM": 256, "num_warps": 1})
+
+
 def cases(full: bool = False, simple: bool = True) -> Iterator[Case]:
     """One launch of each kernel, or without ``simple`` of those with a loop; with ``full`` every format, tile
     and precision.
@@ -217,6 +224,7 @@ def cases(full: bool = False, simple: bool = True) -> Iterator[Case]:
         if simple:
             yield norm_case()
             yield rope_case()
+            yield hadamard_case()
             yield draw_case()
             yield combine_case()
         return
@@ -244,3 +252,4 @@ def cases(full: bool = False, simple: bool = True) -> Iterator[Case]:
     yield draw_case()
     for pages in ("bf16", "int8"):
         yield rope_case(pages)
+    yield hadamard_case()
