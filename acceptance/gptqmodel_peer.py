@@ -52,8 +52,12 @@ def quantized_folder(bench: Bench, bits: int) -> tuple[Path, dict[str, Any]]:
         assert tokens is not None
         ids = bench.folder / f"calibration-{bench.tokens}.json"
         ids.write_text(json.dumps(tokens.sequences), encoding="utf-8")
-        command = [python, ROOT / "tools" / "quantize_with_gptqmodel.py", dense, ids, out, "--bits", bits]
-        done = subprocess.run(list(map(str, command)), check=True, stdout=subprocess.PIPE, text=True)
+        command = [python, ROOT / "tools" / "quantize_with_gptqmodel.py"]
+        command += [dense.absolute(), ids.absolute(), out.absolute(), "--bits", bits]
+        # Where it runs it leaves a folder of logs.
+        done = subprocess.run(
+            list(map(str, command)), check=True, stdout=subprocess.PIPE, text=True, cwd=bench.folder
+        )
         note.write_text(done.stdout.strip().splitlines()[-1], encoding="utf-8")
     return out, json.loads(note.read_text(encoding="utf-8"))
 
