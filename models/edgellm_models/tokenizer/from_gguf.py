@@ -61,17 +61,24 @@ def _column(
         raise BadInputError(f"{key} has {len(value)} entries for {size} tokens")
     items = value.tolist() if hasattr(value, "tolist") else list(value)
     allowed = (int, float) if item is float else item
+    if set(map(type, items)) <= {item, int if item is float else item}:
+        return items  # at once: a large vocabulary has a quarter of a million entries
     for index, entry in enumerate(items):
         if not isinstance(entry, allowed) or isinstance(entry, bool):
             raise BadInputError(f"{key}[{index}] must be {item.__name__}, not {type(entry).__name__}")
     return items
 
 
-def _kinds(metadata: Mapping[str, Any], size: int) -> list[TokenKind]:
+def _types(metadata: Mapping[str, Any], size: int) -> list[int]:
+    """The type of every token, NORMAL where it is unknown."""
     if _PREFIX + "token_type" not in metadata:
-        return [TokenKind.NORMAL] * size
+        return [_NORMAL] * size
     types = _column(metadata, "token_type", int, MAX_VOCABULARY, size)
-    return [KIND_OF_TYPE.get(value, TokenKind.NORMAL) for value in types]
+    return [value if value in KIND_OF_TYPE else _NORMAL for value in types]
+
+
+def _kinds(metadata: Mapping[str, Any], size: int) -> list[TokenKind]:
+    return [KIND_OF_TYPE[value] for value in _types(metadata, size)]
 
 
 def _flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
@@ -205,7 +212,8 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> SentencePieceTokenizer:
     bad = next((i for i, score in enumerate(scores) if not -3e38 < score < 3e38), None)
     if bad is not None:
         raise BadInputError(f"tokenizer.ggml.scores[{bad}] is {scores[bad]!r}, not a finite number")
-    kinds = _kinds(metadata, len(texts))
+    types = _types(metadata, len(texts))
+    kinds = [KIND_OF_TYPE[value] for value in types]
     check_byte_tokens(texts, kinds)
     vocabulary = sentencepiece_vocabulary(texts, kinds)
     special = _special_ids(metadata, vocabulary, True, {"bos": 1, "eos": 2, "unknown": 0})
@@ -217,7 +225,6 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> SentencePieceTokenizer:
             "the SentencePiece vocabulary has no unknown token (tokenizer.ggml.unknown_token_id or a token"
             " of type 2)"
         )
-    types = [_TYPE_OF_KIND[kind] for kind in kinds]
     model = library_pieces(texts, scores, types, unk_id)
     return SentencePieceTokenizer(
         vocabulary,
@@ -230,7 +237,7 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> SentencePieceTokenizer:
     )
 
 
-_TYPE_OF_KIND = {kind: number for number, kind in KIND_OF_TYPE.items()}
+_NORMAL = next(number for number, kind in KIND_OF_TYPE.items() if kind is TokenKind.NORMAL)
 
 
 def _phi3_rstrip(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> list[int]:

@@ -47,7 +47,7 @@ def special_tokens(vocabulary: Vocabulary, rstrip: Iterable[int] = ()) -> list[S
     return [
         SpecialToken(token_id, vocabulary.texts[token_id].replace(SPACE, " "), kind, token_id in stripping)
         for token_id, kind in enumerate(vocabulary.kinds)
-        if kind in SPECIAL_KINDS
+        if kind is not TokenKind.NORMAL and kind in SPECIAL_KINDS  # the hash of an enumeration is slow
     ]
 
 

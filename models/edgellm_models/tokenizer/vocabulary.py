@@ -111,7 +111,19 @@ class Vocabulary:
         self.kinds = tuple(kinds)
         self._ordinary_bytes = ordinary_bytes
         self._text_bytes = text_bytes
-        self.ids: dict[str, int] = {}
+        self.ids: dict[str, int] = dict(zip(self.texts, range(len(self.texts)), strict=True))
+        plain = len(self.ids) == len(self.texts) and "" not in self.ids
+        if not plain or max(map(len, self.texts)) > MAX_TOKEN_CHARS:
+            self._number_one_by_one()
+        # Every id without a token costs memory, and one in the second pipeline of literal text.
+        if len(self.texts) > 2 * len(self.ids) + 1000:
+            raise BadInputError(
+                f"the tokenizer's largest id is {len(self.texts) - 1}, but it has only {len(self.ids)} tokens"
+            )
+
+    def _number_one_by_one(self) -> None:
+        """Leaves out ids without a spelling, and says which entry is too long or comes twice."""
+        self.ids = {}
         for token_id, text in enumerate(self.texts):
             if len(text) > MAX_TOKEN_CHARS:
                 raise BadInputError(
@@ -124,11 +136,6 @@ class Vocabulary:
                 raise BadInputError(
                     f"the token {text!r} is in the vocabulary twice, as id {first} and id {token_id}"
                 )
-        # Every id without a token costs memory, and one in the second pipeline of literal text.
-        if len(self.texts) > 2 * len(self.ids) + 1000:
-            raise BadInputError(
-                f"the tokenizer's largest id is {len(self.texts) - 1}, but it has only {len(self.ids)} tokens"
-            )
 
     def __len__(self) -> int:
         return len(self.texts)
