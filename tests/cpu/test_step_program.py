@@ -65,6 +65,27 @@ def test_the_program_has_the_bits_of_the_single_ops(
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(again, program, strict=True))
 
 
+@pytest.mark.parametrize("last", [0, 1, 3])
+@pytest.mark.parametrize("arch", ["llama", "gemma3"])
+def test_rows_that_nobody_asks_for_change_nothing(arch: str, last: int, folders: dict[str, Path]) -> None:
+    """The last layer leaves out what is behind the K and V of such rows: other rows and all pages stay."""
+    program = StepProgram(decoder_of(folders[arch]))
+    found = []
+    for wanted in (None, last):
+        run = PagedRun(program.decoder, kv_type="int8")
+        run.decoder = program  # type: ignore[assignment]
+        logits = run.step([("a", IDS[:11]), ("b", IDS[20:50]), ("c", IDS[:2])], last=wanted)
+        logits += run.step([("b", IDS[50:53]), ("a", IDS[11:30])], last=wanted)
+        logits += run.step([("a", IDS[30:31]), ("c", IDS[2:4])])
+        found.append((logits, [part.clone() for pages in run.storages for part in pages.pages()]))
+    (every, all_pages), (some, pages) = found
+    for index, (whole, part) in enumerate(zip(every, some, strict=True)):
+        rows = len(whole) if index >= 5 else min(last, len(whole))
+        assert len(part) == rows and torch.equal(part, whole[len(whole) - rows :])
+    for mine, other in zip(pages, all_pages, strict=True):
+        assert torch.equal(mine.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
 class Skipping:
     """A decoder or program without some sub-layers."""
 
