@@ -24,19 +24,19 @@ void quantize_row(const float* x, int64_t k, ActivationBlock* out) {
       largest = max(largest, abs(value));
       trouble = fma(value, zero(), trouble);  // NaN as soon as one value is not finite
     }
-    float peak = max_lanes(largest);
-    bool finite = sum_lanes(trouble) == 0.0f;
-    bool empty = !finite || peak < kSmallest;
-    F32 inverse = splat(empty ? 0.0f : 32767.0f / peak);
-    int32_t codes[32];
-    for (int i = 0; i < 4; ++i) {
-      F32 value = finite ? load(x + 8 * i) : zero();
-      store_i32(codes + 8 * i, round_i32(value * inverse));
-    }
-    int32_t sums[2] = {0, 0};
-    for (int i = 0; i < 32; ++i) {
-      out->q[i] = static_cast<int16_t>(codes[i]);
-      sums[i / 16] += codes[i];
+    const float peak = largest_lane(largest);
+    const bool finite = sum_lanes(trouble) == 0.0f;
+    const bool empty = !finite || peak < kSmallest;
+    const F32 inverse = splat(empty ? 0.0f : 32767.0f / peak);
+    int32_t sums[2];
+    for (int half = 0; half < 2; ++half) {
+      I32 codes[2];
+      for (int i = 0; i < 2; ++i) {
+        const F32 value = finite ? load(x + 16 * half + 8 * i) : zero();
+        codes[i] = round_i32(value * inverse);
+      }
+      store_narrow(out->q + 16 * half, codes[0], codes[1]);
+      sums[half] = sum_of_lanes(codes[0] + codes[1]);
     }
     out->sums[0] = sums[0];
     out->sums[1] = sums[1];

@@ -31,7 +31,8 @@ _AVX2 = ("-DEDGELLM_AVX2", "-mavx2", "-mfma", "-mf16c")
 _AVX512 = ("-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq", "-mavx512vnni", "-mprefer-vector-width=256")
 X86_BACKENDS = {"avx2": _AVX2, "avx512vnni": (*_AVX2, "-DEDGELLM_VNNI", *_AVX512)}
 """From the plainest on; the same bits, so that a processor's age shows in nothing but speed."""
-COMPILE_TIMEOUT_S = 300
+COMPILE_TIMEOUT_S = 1800
+"""Of one source. Seconds on a free machine; one that is busy must not cost the user the library."""
 
 
 class BuildError(RuntimeError):

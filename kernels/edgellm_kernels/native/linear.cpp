@@ -1,6 +1,7 @@
 #include "linear.h"
 
 #include <algorithm>
+#include <cstring>
 
 namespace edgellm {
 namespace {
@@ -11,6 +12,10 @@ int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 void write_out(const PackedWeight& weight, const LinearOutput& output, int64_t row, int64_t rows, int64_t first, int64_t columns, const float* sums) {
   for (int64_t r = 0; r < rows; ++r, sums += kSumStride) {
     float* out = output.data + (row + r) * output.stride + first;
+    if (weight.bias == nullptr && output.add == nullptr) {
+      std::memcpy(out, sums, static_cast<size_t>(columns) * sizeof(float));
+      continue;
+    }
     const float* add = output.add == nullptr ? nullptr : output.add + (row + r) * output.stride + first;
     for (int64_t c = 0; c < columns; ++c) {
       float value = sums[c];

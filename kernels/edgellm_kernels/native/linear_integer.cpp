@@ -252,8 +252,10 @@ void integer_rows(const PackedWeight& weight, int64_t tile, int tiles, const Act
     // Bytes need no unpacking that eight rows could share, and twice four overlaps better with the memory.
     if constexpr (kManyRegisters && T::kBits < 8) both(std::integral_constant<int, 8>{});
     both(std::integral_constant<int, 4>{});
+#ifdef EDGELLM_AVX2  // without intrinsics each of them takes the compiler long
     both(std::integral_constant<int, 3>{});
     both(std::integral_constant<int, 2>{});
+#endif
     for (int t = 0; t < tiles; ++t) {
       const uint8_t* data = weight.tile(tile + t);
       float* out = sums + t * kTileRows;

@@ -91,6 +91,22 @@ inline void store_i16(int16_t* p, I16 a) { _mm256_storeu_si256(reinterpret_cast<
 inline I16 widen_i8(const int8_t* p) {  // sixteen bytes, sign extended
   return {_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
 }
+// p[0..15] = a then b, whose lanes are within int16.
+inline void store_narrow(int16_t* p, I32 a, I32 b) {
+  const __m256i pairs = _mm256_packs_epi32(a.v, b.v);  // of each half of a, then of b
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(pairs, 0xd8));
+}
+// The largest of eight finite lanes, and the sum of eight integers.
+inline float largest_lane(F32 a) {
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
+  __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+inline int32_t sum_of_lanes(I32 a) {
+  __m128i four = _mm_add_epi32(_mm256_castsi256_si128(a.v), _mm256_extracti128_si256(a.v, 1));
+  __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+}
 // The same two int16 for every lane.
 inline I16 splat_pair(const int16_t* p) {
   int32_t both;
@@ -228,6 +244,22 @@ inline I32 as_i32(I16 a) { return {reinterpret_cast<VI>(a.v)}; }
 inline I16 load_i16(const int16_t* p) { return {load_as<VS>(p)}; }
 inline void store_i16(int16_t* p, I16 a) { std::memcpy(p, &a.v, 32); }
 inline I16 widen_i8(const int8_t* p) { return {__builtin_convertvector(load_as<VB16>(p), VS)}; }
+inline void store_narrow(int16_t* p, I32 a, I32 b) {
+  for (int i = 0; i < kLanes; ++i) {
+    p[i] = static_cast<int16_t>(a.v[i]);
+    p[kLanes + i] = static_cast<int16_t>(b.v[i]);
+  }
+}
+inline float largest_lane(F32 a) {
+  float best = a.v[0];
+  for (int i = 1; i < kLanes; ++i) best = a.v[i] > best ? a.v[i] : best;
+  return best;
+}
+inline int32_t sum_of_lanes(I32 a) {
+  int32_t sum = 0;
+  for (int i = 0; i < kLanes; ++i) sum += a.v[i];
+  return sum;
+}
 inline I16 splat_pair(const int16_t* p) {
   int32_t both;
   std::memcpy(&both, p, 4);
