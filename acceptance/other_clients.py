@@ -142,18 +142,18 @@ def _lm_eval(kept: Path, address: str, tokenizer: Path, path: Path, folder: Path
 def _beside_transformers(rows: list[Any], path: Path, tokenizer: Path) -> tuple[float, float]:
     """Accuracy of transformers on the same questions, and the largest difference of a log-likelihood."""
     import torch
-    from transformers import AutoTokenizer
+    from tokenizers import Tokenizer
 
     from tests.support.transformers_oracle import transformers_logits, transformers_model
 
-    model, words = transformers_model(path), AutoTokenizer.from_pretrained(str(tokenizer))
+    model, words = transformers_model(path), Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
     right, difference = 0, 0.0
     for row in rows:
         likelihoods = []
         for number, response in enumerate(row["resps"]):
             arguments = row["arguments"][f"gen_args_{number}"]
-            start = len(words(arguments["arg_0"])["input_ids"])
-            ids = words(arguments["arg_0"] + arguments["arg_1"])["input_ids"]
+            start = len(words.encode(arguments["arg_0"], add_special_tokens=False).ids)
+            ids = words.encode(arguments["arg_0"] + arguments["arg_1"], add_special_tokens=False).ids
             rows_of_log = torch.log_softmax(transformers_logits(model, ids).double(), -1)
             total = sum(float(rows_of_log[i - 1, ids[i]]) for i in range(start, len(ids)))
             likelihoods.append(total)
