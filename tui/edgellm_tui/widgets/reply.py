@@ -5,7 +5,10 @@ from __future__ import annotations
 import time
 
 from textual.app import ComposeResult
-from textual.widgets import Collapsible, Static
+from textual.content import Content
+from textual.reactive import reactive
+from textual.widget import Widget
+from textual.widgets import Collapsible
 
 from edgellm.contracts import DraftCounts, Finished, FinishReason, StoredMessage
 from edgellm_tui.terminal_text import safe_line
@@ -66,6 +69,26 @@ def place_text(place: int, count: int, chosen: bool) -> str:
     return f"‹ {place}/{count} ›" + (" Alt+←/→" if chosen else "")
 
 
+class Foot(Widget):
+    """One line of facts; where there is no room the last of them are left out."""
+
+    text: reactive[str] = reactive("")
+
+    def __init__(self, text: str) -> None:
+        super().__init__(classes="foot")
+        self.set_reactive(Foot.text, text)
+
+    def update(self, text: str) -> None:
+        self.text = text
+
+    def render(self) -> Content:
+        width = max(1, self.content_size.width)
+        facts = self.text.split(" · ")
+        while len(facts) > 1 and Content(" · ".join(facts)).cell_length > width:
+            facts.pop()
+        return Content(" · ".join(facts)).truncate(width, ellipsis=True)
+
+
 class Reply(Fold):
     """An answer in the transcript. ``text`` is what the model wrote, unchanged."""
 
@@ -73,7 +96,7 @@ class Reply(Fold):
         super().__init__(classes="reply")
         self._parts: list[str] = []
         self._body = StreamingMarkdown()
-        self._foot = Static("…", markup=False, classes="foot")
+        self._foot = Foot("…")
         self._thoughts: StreamingMarkdown | None = None
         self._fold: Collapsible | None = None
         self._thinking_since = 0.0
