@@ -37,8 +37,6 @@ DISARM_LOSS = 3.0
 """A sequence that has lost so many plain steps since it stood best stops drafting ..."""
 DISARM_ROUNDS = 8
 """... and so does one of whose drafts nothing was kept in so many rounds one after another."""
-RETRY = 0.2
-"""What is remembered of the runner's drafts once a sequence was disarmed: else they never ran again."""
 FIRST_REST, MAX_REST = 32, 1024
 """Tokens for which a sequence that was disarmed does not draft; twice as many each time."""
 
@@ -65,6 +63,20 @@ class SequenceControl:
     shadow_index: int = 0
     proposed: int = 0
     kept: int = 0
+    runner_drafts: bool = False
+    """What it ran last was drafted by the runner."""
+    runner_resting: int = 0
+    runner_rest: int = FIRST_REST
+    """As ``resting`` and ``rest``, of the runner's drafts alone: lookups may go on."""
+
+    def rests(self, bucket: int) -> bool:
+        return (self.runner_resting if bucket == RUNNER else self.resting) > 0
+
+    def rest_runner(self) -> None:
+        """Nobody can watch what is not drafted: behind the rest it is judged as if for the first time."""
+        self.runner_drafts = False
+        self.runner_resting, self.runner_rest = self.runner_rest, min(2 * self.runner_rest, MAX_REST)
+        self.acceptance.forget(RUNNER)
 
 
 @dataclass(frozen=True)
@@ -98,7 +110,7 @@ class Controller:
         self._overall = Acceptance()
         self._controls: dict[int, SequenceControl] = {}
         self._prices: dict[int, float] = {}
-        """What each sequence's drafted rows of the step in flight cost, in plain tokens."""
+        """What each sequence's drafted tokens of the step in flight cost, in plain tokens apiece."""
         self.disarmed: list[tuple[int, str]] = []
         """Sequences disarmed since somebody looked, and why."""
 
@@ -132,25 +144,32 @@ class Controller:
         if num_decoding > MAX_BATCH:
             self._say(candidates, f"more than {MAX_BATCH} answers run at once")
             return {}
-        ready = [c for c in candidates if not self._controls[c.sequence_id].resting]
+        ready = [c for c in candidates if not self._controls[c.sequence_id].rests(c.bucket)]
         if num_decoding > MAX_RUNNER_BATCH:
             ready = [c for c in ready if c.bucket != RUNNER]
         chosen = self._best(num_decoding, ready)
         chosen = self._within_credit(num_decoding, chosen)
         for candidate in ready:
             if candidate.sequence_id not in chosen:
-                self._controls[candidate.sequence_id].armed = False
+                control = self._controls[candidate.sequence_id]
+                control.armed = False
+                if control.runner_drafts and candidate.bucket == RUNNER:
+                    control.rest_runner()
         if not chosen:
             self._say(ready, "drafts would not pay by now")
             return {}
         plain, drafted = self.costs.seconds(num_decoding), _rows(chosen)
+        by_runner = sum(choice.count for choice in chosen.values() if choice.bucket == RUNNER)
         price = (self.costs.ratio(num_decoding + drafted, num_decoding) - 1.0) * num_decoding
         for sequence_id, choice in chosen.items():
             control = self._controls[sequence_id]
             if not control.armed:
                 control.armed, control.balance, control.best, control.barren = True, 0.0, 0.0, 0
-            own = self._drafting({sequence_id: choice}) / plain * num_decoding if plain > 0 else 0.0
-            self._prices[sequence_id] = price * choice.count / drafted + own
+            control.runner_drafts = choice.bucket == RUNNER
+            each = price / drafted
+            if control.runner_drafts and plain > 0:
+                each += self._drafting(chosen) / plain * num_decoding / by_runner
+            self._prices[sequence_id] = each
         return chosen
 
     def _drafting(self, chosen: Mapping[int, Choice]) -> float:
@@ -229,20 +248,21 @@ class Controller:
         control.shadow = []
         control.proposed += proposed
         control.kept += kept
-        control.balance += kept - self._prices.get(sequence_id, 0.0)
+        control.balance += kept - proposed * self._prices.get(sequence_id, 0.0)
         control.best = max(control.best, control.balance)
         control.barren = 0 if kept else control.barren + 1
         if control.balance > DISARM_LOSS:
-            control.rest = FIRST_REST
+            control.rest = control.runner_rest = FIRST_REST
         lost = control.best - control.balance
         if lost >= DISARM_LOSS or control.barren >= DISARM_ROUNDS:
-            self._disarm(sequence_id, control)
-            if bucket == RUNNER:
-                control.acceptance.fade(RUNNER, RETRY)
+            self._disarm(sequence_id, control, bucket)
 
-    def _disarm(self, sequence_id: int, control: SequenceControl) -> None:
+    def _disarm(self, sequence_id: int, control: SequenceControl, bucket: int) -> None:
         control.armed = False
-        control.resting, control.rest = control.rest, min(2 * control.rest, MAX_REST)
+        if bucket == RUNNER:
+            control.rest_runner()
+        else:
+            control.resting, control.rest = control.rest, min(2 * control.rest, MAX_REST)
         control.why = (
             f"{control.kept} of {control.proposed} drafted tokens were right, which costs more than it saves"
         )
@@ -258,6 +278,7 @@ class Controller:
         """Tokens that a step brought without a draft, or with one: rests run out, shadows are compared."""
         control = self._controls[sequence_id]
         control.resting = max(0, control.resting - len(tokens))
+        control.runner_resting = max(0, control.runner_resting - len(tokens))
         for token in tokens:
             if not control.shadow:
                 return

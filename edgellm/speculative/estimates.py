@@ -30,9 +30,6 @@ class _Share:
         self.hits = self.hits * _DECAY + hit
         self.trials = self.trials * _DECAY + 1.0
 
-    def fade(self, left: float) -> None:
-        self.hits, self.trials = left * self.hits, left * self.trials
-
     def estimate(self, prior: float, weight: float) -> float:
         return (self.hits + prior * weight) / (self.trials + weight)
 
@@ -67,9 +64,8 @@ class Acceptance:
         if self._prior is not None:
             self._prior.learn(bucket, index, hit)
 
-    def fade(self, bucket: int, left: float) -> None:
-        """Forgets all but a share ``left`` of the trials: who cannot be watched is given another chance."""
-        self._first[bucket].fade(left)
-        self._later[bucket].fade(left)
+    def forget(self, bucket: int) -> None:
+        """Forgets all trials: who cannot be watched is given another chance."""
+        self._first[bucket], self._later[bucket] = _Share(), _Share()
         if self._prior is not None:
-            self._prior.fade(bucket, left)
+            self._prior.forget(bucket)

@@ -26,17 +26,24 @@ class StepCosts:
         self._fill()
 
     def _fill(self) -> None:
-        if 1 in self._times:
-            for rows, ratio in self._expected.items():
-                if rows not in self._times:
-                    self._medians[rows] = ratio * self._medians[1]
+        if not self._times:
+            return
+        first = min(self._times)
+        points = sorted({1: 1.0, **self._expected}.items())
+        below = [point for point in points if point[0] <= first]
+        above = [point for point in points if point[0] > first]
+        (low, start), (high, end) = below[-1], (above or below[-1:])[0]
+        base = start + (end - start) * (first - low) / max(1, high - low)
+        for rows, ratio in self._expected.items():
+            if rows > first and rows not in self._times:
+                self._medians[rows] = ratio / base * self._medians[first]
 
     def record(self, rows: int, seconds: float) -> None:
         """A step that ran nothing but ``rows`` decode and drafted tokens."""
         times = self._times.setdefault(rows, deque(maxlen=NUM_TIMES))
         times.append(seconds)
         self._medians[rows] = statistics.median(times)
-        if rows == 1 and self._expected:
+        if self._expected and rows == min(self._times):
             self._fill()
 
     @property
