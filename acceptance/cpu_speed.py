@@ -53,6 +53,8 @@ class Case:
     together: int = 1
     measures: str = "decode"
     """decode, prefill, or all: the whole of several requests at once."""
+    kv: str = "auto"
+    """Our --kv-dtype; llama.cpp's is its default, f16."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ CASES: dict[str, Case | RowsCase] = {
     "prefill-q8_0": Case(SMOL, "Q8_0", 1.0, prompt=512, new=1, measures="prefill"),
     "prefill-gemma": Case(GEMMA, "Q4_K_M", 1.0, prompt=512, new=1, measures="prefill"),
     "context-4096": Case(SMOL, "Q4_1", 1.2, prompt=4096, new=32),
+    "context-4096-f16": Case(SMOL, "Q4_1", 1.2, prompt=4096, new=32, kv="f16"),
     "eight-at-once": Case(SMOL, "Q4_1", 1.3, new=48, together=8, measures="all"),
     "sixteen-at-once": Case(SMOL, "Q4_1", 1.2, new=48, together=16, measures="all"),
     "rows-4": RowsCase(SMOL, 4, 2.2),
@@ -101,9 +104,11 @@ def model_file(model: str, file_type: str, folder: Path) -> Path:
 class Ours:
     """The engine with its native kernels and default activations, without speculation, as its peer."""
 
-    def __init__(self, path: Path, context: int, threads: int) -> None:
-        chosen = {"kernels": "native", "device": "cpu", "ctx": context, "threads": threads, "spec": "off"}
-        resolved = EngineConfig(**chosen).resolve(environ={})  # type: ignore[arg-type]
+    def __init__(self, path: Path, context: int, threads: int, kv: str = "auto") -> None:
+        settings = EngineConfig(
+            kernels="native", device="cpu", ctx=context, threads=threads, spec="off", kv_dtype=kv
+        )
+        resolved = settings.resolve(environ={})
         self.runtime: Runtime = load_runtime(resolved, path, path.stem)
         self._turn = 0
 
@@ -144,7 +149,7 @@ def compare(name: str, case: Case, threads: int, pairs: int, processor_time: boo
         peer = stack.enter_context(
             LlamaCppServer(path, context=context, threads=threads, slots=case.together)
         )
-        ours = Ours(path, context * case.together if case.together > 1 else context, threads)
+        ours = Ours(path, context * case.together if case.together > 1 else context, threads, case.kv)
         stack.callback(ours.runtime.close)
         bytes_read = (ours.runtime.core.stats.weight_bytes or 0) + ours.runtime.kv_read_bytes(case.prompt)
         bandwidth = read_bandwidth()
