@@ -167,7 +167,8 @@ def compare(name: str, case: Case, threads: int, pairs: int, processor_time: boo
             return peer.run(prompts(), new, reuse=reuse)
 
         mine(2), theirs(2)
-        a, b = [], []
+        a: list[float] = []
+        b: list[float] = []
         for pair in range(pairs):
             for side in (0, 1) if pair % 2 == 0 else (1, 0):
                 run, into = ((mine, a), (theirs, b))[side]
