@@ -63,8 +63,6 @@ class EdgeChat(App[int]):
     VERTICAL_BREAKPOINTS = [(0, "-short"), (18, "-high")]  # noqa: RUF012 (declared by Textual)
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("ctrl+c", "interrupt", "Stop, copy or quit", show=False, priority=True),
-        Binding("ctrl+o", "other_model", "Another model", show=False),
-        *(Binding(str(n), f"way_out({n - 1})", "A way out", show=False) for n in range(1, 6)),
     ]
 
     def __init__(
@@ -246,7 +244,7 @@ class EdgeChat(App[int]):
             else:
                 self._open_otherwise(opener, name)
 
-        self.push_screen(ModelsScreen(self.library, self._model_name), picked)
+        self.push_screen(ModelsScreen(self.library, ""), picked)  # none is open
 
     def _open_otherwise(self, opener: Opener, name: str) -> None:
         """Tries again where there is no chat yet."""

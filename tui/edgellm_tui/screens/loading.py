@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import ClassVar
 
 from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.screen import Screen
 from textual.widgets import Static
@@ -17,7 +19,12 @@ FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 
 class LoadingScreen(Screen[None]):
-    """A name, a moving mark and the seconds so far; or the error and the way out."""
+    """A name, a moving mark and the seconds so far; or the error and the ways out."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("ctrl+o", "app.other_model", "Another model", show=False),
+        *(Binding(str(n), f"app.way_out({n - 1})", "A way out", show=False) for n in range(1, 6)),
+    ]
 
     def __init__(self, model_name: str) -> None:
         super().__init__()
