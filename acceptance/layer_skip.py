@@ -182,7 +182,7 @@ def run() -> Iterator[Figure]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stack.enter_context(processor_time())
         stack.enter_context(mock.patch.dict(os.environ, {"EDGELLM_HOME": str(folder / "home")}))
-        for scale in (0.0, 0.001):
+        for scale in (0.0, 0.0003):
             yield from on_dead(scale, folder)
         for model in (SOURCE, "gemma3-270m"):
             yield from on_real(model, "native")
