@@ -36,7 +36,7 @@ def test_steps_of_a_quantized_model(
         sizes = dict.fromkeys(("gemv", "dot16", "dot16_f32", "decode"), large)
         monkeypatch.setattr(linear_triton, "configurations", lambda gpu: sizes)
         monkeypatch.setattr(planes_triton, "configurations", lambda gpu: sizes)
-    folder = make_tiny("qwen3", tmp_path / "model", quantizable=True, num_hidden_layers=2)
+    folder = make_tiny("qwen3", tmp_path / "model", quantizable=True, num_hidden_layers=1)
     write_quantized_gguf(folder, tmp_path / "q.gguf", "Q4_0")
     steps = [
         [("a", [5, 9])],
