@@ -355,6 +355,9 @@ def load_runtime(
         notice_of_skip = layer_skip.load(Locations.from_environment().cache / SKIP_FOLDER)
         if notice_of_skip is not None:
             tell(notice_of_skip)
+    elif resolved.spec == "skip":
+        why = "--gpu-layers splits the layers" if draft is None else "--draft names a model that drafts"
+        tell(Notice("spec_skip_off", f"--spec skip drafts by lookup only here: {why}"))
     info = describe(checkpoint, spec, name, context)
     sampling_defaults = load_sampling_defaults(path, checkpoint.file_format, checkpoint.metadata)
     times = LoadTimes(imported - begin, time.monotonic() - imported)

@@ -37,7 +37,7 @@ class MixedPace:
             return
         alone = statistics.median(self._decode_s)
         # A step that seems to cost nothing is noise, or a device with room to spare: there rows double.
-        self._row_s.append(max(seconds - alone, seconds * 1e-3) / prompt_rows)
+        self._row_s.append(max(seconds - alone, seconds * 1e-3, 1e-9) / prompt_rows)
         affordable = (SLOWDOWN - 1) * alone / statistics.median(self._row_s)
         self.rows = int(max(FEWEST_ROWS, min(affordable, 2 * self.rows)))
         self.rows = min(self.rows, self._most_rows)

@@ -245,7 +245,6 @@ def test_a_context_above_the_trained_one_is_clamped_and_said(complete: Any, mode
         (["--seed", "-1"], 2, "--seed"),
         (["--max-tokens", "-1"], 2, "--max-tokens"),
         (["--stop", "\udcff"], 65, "--stop is not valid UTF-8"),
-        *(([option, "x"], 2, f"{option} is not in this version") for option in ("--draft",)),
         (["--temp", "warm"], 2, "temp"),
         (["--kv-dtype", "fp8"], 2, "fp8"),
         (["--kv-policy", "trim"], 2, "trim"),

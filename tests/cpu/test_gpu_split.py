@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -86,3 +87,6 @@ def test_a_runtime_in_two_parts_answers_as_in_one(tmp_path: Path, monkeypatch: p
     assert [result.token_ids for result in run_all(runtime.core, requests)] == expected
     with pytest.raises(BadInputError, match="embeds no texts"):
         runtime.embed([1, 2], "mean")
+    runtime = load_runtime(dataclasses.replace(resolved, spec="skip"), path, "tiny")
+    [notice] = [notice for notice in runtime.notices if notice.kind == "spec_skip_off"]
+    assert "--gpu-layers" in notice.detail

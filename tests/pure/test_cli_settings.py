@@ -70,8 +70,8 @@ def test_a_missing_model_says_where_its_name_is_from(command: list[str], tmp_pat
 def test_unknown_variables_are_said_with_the_nearest() -> None:
     known = {"EDGELLM_CTX": "1", "EDGELLM_HOME": "x", "EDGELLM_SYSTEM": "x", "EDGELLM_TEST_ANYTHING": "1"}
     assert unknown_variables({**known, "PATH": "x", "_EDGELLM_COMPLETE": "x"}) == []
-    (notice,) = unknown_variables({**known, "EDGELLM_MODLE": "x"})
-    assert "EDGELLM_MODLE" in notice.detail and "did you mean EDGELLM_MODEL?" in notice.detail
+    (notice,) = unknown_variables({**known, "EDGELLM_MODELL": "x"})
+    assert "EDGELLM_MODELL" in notice.detail and "did you mean EDGELLM_MODEL?" in notice.detail
     shown = run_edgellm("show", "smollm2-135m", environ={"EDGELLM_THREDS": "1"})
     assert shown.returncode == 0 and "did you mean EDGELLM_THREADS?" in shown.stderr
     assert run_edgellm("show", "smollm2-135m", "-q", environ={"EDGELLM_THREDS": "1"}).stderr == ""

@@ -69,3 +69,10 @@ def test_nothing_measured_leaves_the_first_and_small_chunks_bound_it() -> None:
     assert pace.rows == FIRST_ROWS and MixedPace(8).rows == 8
     small = MixedPace(8)
     assert statistics.fmean(read_beside(small, lambda position: 1e-5, 80, 0.0)) < 1.1 and small.rows == 8
+
+
+def test_a_clock_that_stands_still_is_no_fault() -> None:
+    pace = MixedPace(512)
+    for prompt_rows in (0, 8, 0, 8):
+        pace.observe(4, prompt_rows, 0.0)
+    assert pace.rows == FEWEST_ROWS

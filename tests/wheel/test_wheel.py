@@ -55,6 +55,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "install",
         "--quiet",
         "--no-deps",
+        "--force-reinstall",  # a checkout on PYTHONPATH looks installed
         str(wheel),
     ]
     done = subprocess.run(command, capture_output=True, text=True)
