@@ -87,7 +87,8 @@ SETTINGS = (
     Setting(
         "kv_dtype",
         "choice",
-        "Element type of the KV cache; auto is f32 on the CPU while the context asked for fits.",
+        "Element type of the KV cache; auto is f16 (f32 beside exact activations, bf16 on a GPU) "
+        "while the context asked for fits.",
         "auto",
         ("auto", "f32", "bf16", "f16", "int8", "int4"),
         ("fp8",),

@@ -14,6 +14,16 @@ TAIL_SLOTS = 16 + 128 + 32
 room for rejected drafts."""
 
 
+def auto_kv_types(device: str, *, exact: bool) -> tuple[str, ...]:
+    """What ``--kv-dtype auto`` takes on a device, best first. ``exact``: linears multiply unrounded values,
+    so that pages of 16 bits would be what rounds most; beside activations of 16 bits they cost nothing that
+    a reader could find, and a long context decodes half as fast again.
+    """
+    if device != "cpu":
+        return "bf16", "int8"
+    return ("f32", "bf16", "int8") if exact else ("f16", "int8")
+
+
 def head_bytes(kv_dtype: str, dim: int) -> int:
     """Bytes of K or V of one head at one position, its f16 scales included."""
     if kv_dtype == "int4":

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from edgellm.cache import kv_sizes
-from edgellm.cache.kv_sizes import head_bytes
+from edgellm.cache.kv_sizes import auto_kv_types, head_bytes
 from edgellm.cache.sequence_blocks import GroupLayout
 from edgellm_kernels.batch import INT4_GROUP, TAIL_POSITIONS, KVStorage, TailStorage
 from edgellm_models.errors import BadInputError, Notice, ResourceError
@@ -85,18 +85,20 @@ def choose_kv_type(
     free_bytes: int | None,
     device: str,
     kept: int | None = None,
+    *,
+    exact: bool = True,
 ) -> tuple[KVType, Notice | None]:
     """The type in force for a ``--kv-dtype``, and the notice where auto had to step down.
 
-    auto takes exact pages (f32 on the CPU, bf16 on a GPU), whichever context they leave room for, unless a
-    context was asked for: then the first of f32 (CPU only), bf16 and int8 whose cache takes at most half of
-    the free memory, and int8 where none does. int4 is never taken unasked.
+    auto takes the first of ``auto_kv_types`` (``exact``: see there), whichever context it leaves room for,
+    unless a context was asked for: then the first whose cache takes at most half of the free memory, and
+    int8 where none does. int4 is never taken unasked.
     """
     if name != "auto":
         chosen = kv_type(name)
         chosen.check(spec)
         return chosen, None
-    candidates = [kv_type(n) for n in (("f32",) if device == "cpu" else ()) + ("bf16", "int8")]
+    candidates = [kv_type(n) for n in auto_kv_types(device, exact=exact)]
     if asked_context is None or free_bytes is None:
         return candidates[0], None
     context = min(asked_context, spec.context_length)
@@ -114,7 +116,7 @@ def choose_kv_type(
         "kv_dtype",
         f"the KV cache is {chosen.name} ({sizes[index] / 1e6:.0f} MB): for {context} tokens {too_large} "
         f"would be over half of the {free_bytes / 1e6:.0f} MB of free memory; a smaller --ctx or --kv-dtype "
-        f"{candidates[0].name} keeps it exact",
+        f"{candidates[0].name} keeps it closer",
     )
 
 

@@ -60,10 +60,12 @@ class LocalLibrary:
 
     def plan(self, name: str, context: int | None = None) -> MemoryPlan:
         """From headers, or before a pull from the catalog, with the KV that the engine takes by itself."""
+        from edgellm.cache.kv_sizes import auto_kv_types
         from edgellm.cli.options import models_folder
         from edgellm.planning.machine import free_memory
         from edgellm.planning.planner import Machine, Wish, make_plan
         from edgellm.planning.shape import catalog_shape, config_bits_per_weight, shape_of
+        from edgellm_kernels.native_library import find_library
         from edgellm_models.catalog import resolve_model
         from edgellm_models.checkpoint.headers import read_header
         from edgellm_models.network import read_spec
@@ -78,12 +80,13 @@ class LocalLibrary:
             spec = read_spec(header.file_format, header.metadata, header.tensors)
             shape = shape_of(spec, header.tensors, bits_per_weight=config_bits_per_weight(header.metadata))
         free = free_memory()
+        kv_dtype = auto_kv_types("cpu", exact=find_library() is None)[0]
         wanted = min(context or self._ctx or shape.context_length, shape.context_length)
-        plan = make_plan(shape, Wish(context=wanted, kv_dtype="f32"), Machine(memory_bytes=free))
+        plan = make_plan(shape, Wish(context=wanted, kv_dtype=kv_dtype), Machine(memory_bytes=free))
         if context is None and self._ctx is None and free and plan.kv_bytes > free // 2:
             # What the engine does when nobody asks for a context: what fits in half of the free memory.
             wanted = max(256, free // 2 // max(1, plan.kv_bytes_per_token))
-            plan = make_plan(shape, Wish(context=wanted, kv_dtype="f32"), Machine(memory_bytes=free))
+            plan = make_plan(shape, Wish(context=wanted, kv_dtype=kv_dtype), Machine(memory_bytes=free))
         return MemoryPlan(
             plan.weight_bytes,
             plan.kv_bytes_per_token,

@@ -98,10 +98,12 @@ def command(
     """Say what a model needs and how fast it can be: memory, contexts, batches, ceilings, speculation.
 
     The weights need not be there: a config.json, a GGUF header or a catalog entry is enough. Where nothing
-    is said of the KV type it is f32 for this machine, bf16 for one whose memory or bandwidth is stated. On
-    this machine the program itself, torch above all, counts too; --kernels torch holds weights as f32.
+    is said of the KV type it is the engine's own for this machine, bf16 for one whose memory or bandwidth is
+    stated. On this machine the program itself, torch above all, counts too; --kernels torch holds weights as
+    f32.
     """
     from edgellm.cache.eviction import most_positions
+    from edgellm.cache.kv_sizes import auto_kv_types
     from edgellm.cli.model_access import named_by
     from edgellm.planning.machine import free_memory, read_bandwidth
     from edgellm.planning.planner import BLOCK_SIZE, Machine, Wish, make_plan
@@ -124,8 +126,10 @@ def command(
     kept_tokens = settled.kv_window if settled.kv_policy == "window" else settled.kv_budget
     kernels = _kernels(settled.kernels, here=memory is None and measured is not None)
     kv_dtype = settled.kv_dtype
-    if kv_dtype == "auto":  # as the engine takes it: exact here, 16 bits on a card, which others describe
-        kv_dtype = "f32" if memory is None and measured is not None else "bf16"
+    if kv_dtype == "auto":  # as the engine takes it; a stated machine is a card
+        here = memory is None and measured is not None
+        exact = kernels == "torch" or settled.activations == "exact"
+        kv_dtype = auto_kv_types("cpu" if here else "cuda", exact=exact)[0]
     wish = Wish(
         context=settled.ctx or shape.context_length,
         batch=batch,

@@ -11,6 +11,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -208,9 +209,10 @@ def load_runtime(
         len(checkpoint.tensors()),
         checkpoint.file_bytes,
     )
-    tokenizer = load_tokenizer(path, checkpoint.file_format, checkpoint.metadata)
-    for notice in getattr(tokenizer, "notices", ()):
-        tell(notice)
+    # Beside the weights: a large vocabulary takes as long as packing them, which leaves the interpreter free.
+    reading = ThreadPoolExecutor(1, "tokenizer")
+    read_tokenizer = reading.submit(load_tokenizer, path, checkpoint.file_format, checkpoint.metadata)
+    reading.shutdown(wait=False)
     on_cpu, split_notice = split_for(
         checkpoint,
         resolved.gpu_layers,
@@ -236,7 +238,8 @@ def load_runtime(
             kernels=resolved.kernels,
             activations=resolved.activations,
         )
-    for notice in decoder.notices:
+    tokenizer = read_tokenizer.result()
+    for notice in (*getattr(tokenizer, "notices", ()), *decoder.notices):
         tell(notice)
     spec = decoder.spec
     free_bytes = _free_memory(device)
@@ -246,7 +249,10 @@ def load_runtime(
     keep = resolved.kv_window if resolved.kv_policy == WINDOW else resolved.kv_budget
     kept = most_positions(resolved.kv_policy, keep, BLOCK_SIZE)
     if kv is None:
-        kv, step_down = choose_kv_type(resolved.kv_dtype, spec, resolved.ctx, chunk, free_bytes, device, kept)
+        exact = decoder.kernels.activations == "exact"
+        kv, step_down = choose_kv_type(
+            resolved.kv_dtype, spec, resolved.ctx, chunk, free_bytes, device, kept, exact=exact
+        )
         if step_down is not None:
             tell(step_down)
     most = max_running or MAX_RUNNING

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from edgellm_tui.app import WayOut
     from edgellm_tui.settings import ChatSettings
 
-INT8_SHARE = 0.3
-"""Bytes of an int8 cache, scales included, as a share of those of an f32 one, rounded up."""
+INT8_SHARE = 0.6
+"""Bytes of an int8 cache, scales included, as a share of those of a 16-bit one, rounded up."""
 
 ATTACH_S = 20.0
 """How long a server that is ready may take to answer the first time."""
@@ -190,7 +190,7 @@ def _ways_out(opening: Opening, system: str) -> list[WayOut]:
     context = room // 2 // plan.kv_bytes_per_token // 256 * 256 if plan.kv_bytes_per_token > 0 else 0
     if 256 <= context < plan.context:
         way(f"take a context of {context:,} tokens instead of {plan.context:,}", ctx=context)
-    if opening.resolved.kv_dtype in ("auto", "f32") and plan.kv_bytes * INT8_SHARE < room:
+    if opening.resolved.kv_dtype in ("auto", "f32", "f16") and plan.kv_bytes * INT8_SHARE < room:
         way(f"keep the context of {plan.context:,} tokens, in 8 bits", kv_dtype="int8", ctx=plan.context)
     return ways
 

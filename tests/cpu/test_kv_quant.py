@@ -199,6 +199,8 @@ def test_auto_takes_what_fits_and_says_when_it_steps_down() -> None:
     assert choose(1, asked=None) == ("f32", "") and choose(None) == ("f32", "")
     assert choose(10**12, device="cuda") == ("bf16", "")
     assert choose_kv_type("f16", spec, 4096, 512, 1, "cpu") == (kv_type("f16"), None)
+    rounded = [choose_kv_type("auto", spec, 4096, 512, free, "cpu", exact=False) for free in (None, 1)]
+    assert [chosen.name for chosen, _ in rounded] == ["f16", "int8"]
 
 
 # --- store and attend ------------------------------------------------------------------------------------
