@@ -79,7 +79,8 @@ def test_rows_are_those_of_whole_windows(tiny: Path, tmp_path: Path, chunk: int 
         window = [tokenizer.bos_id, *ids[start + 1 : start + 64]]
         log_p = run_whole(decoder, window).double().log_softmax(-1)
         total -= float(log_p[torch.arange(first, 63), torch.tensor(window[first + 1 :])].sum())
-    report = run(tiny, tmp_path, chunk=chunk, windows=3, scores_all=first == 0)
+    settings = {"kv_dtype": "f32"}
+    report = run(tiny, tmp_path, chunk=chunk, windows=3, scores_all=first == 0, settings=settings)
     scored = 3 * (63 - first)
     assert report.result.tokens == scored and report.plan.num_windows == 3
     assert report.result.perplexity == pytest.approx(math.exp(total / scored), rel=1e-5)
