@@ -135,6 +135,8 @@ def test_native_kernels_get_blocks() -> None:
         weight, values = example(**arguments)
         held = prepare(weight, hold="native")
         assert isinstance(held, NativeWeight) and held.nbytes < share * 1.7 * dense_bytes(weight)
+        # Activations are 16-bit integers here: by what is added up, not by what is left of it.
+        rounding = 1e-4 * float((x.abs() @ torch.from_numpy(values).abs().t()).max())
         torch.testing.assert_close(
-            native.linear(Prepared(x), held), x @ torch.from_numpy(values).t(), rtol=1e-3, atol=1e-3
+            native.linear(Prepared(x), held), x @ torch.from_numpy(values).t(), rtol=1e-3, atol=rounding
         )
