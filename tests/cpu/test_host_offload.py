@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from edgellm.cache.kv_storage import allocate_storage, group_layouts, kv_bytes, kv_type, most_sequences
-from edgellm.cli.runtime import host_blocks_for, load_runtime, sequences_at_once
+from edgellm.cli.kv_room import host_blocks_for, sequences_at_once
+from edgellm.cli.runtime import load_runtime
 from edgellm.config import EngineConfig
 from edgellm.contracts import GenerationRequest, SamplingParams, StepPlan, TokenEvent
 from edgellm_models.errors import ConfigError

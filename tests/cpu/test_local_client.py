@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from edgellm.cache.kv_storage import kv_type
-from edgellm.cli.runtime import Runtime, choose_context, load_runtime
+from edgellm.cli.kv_room import choose_context
+from edgellm.cli.runtime import Runtime, load_runtime
 from edgellm.client.local_client import LocalClient
 from edgellm.config import EngineConfig
 from edgellm.contracts import (
