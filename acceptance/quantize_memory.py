@@ -87,7 +87,7 @@ def in_child(
 
 def child(job: dict[str, Any]) -> None:
     from edgellm_quantize.api import quantize_model
-    from edgellm_quantize.folder_job import peak_memory
+    from edgellm_quantize.process_memory import peak_memory
     from edgellm_quantize.recipe import CalibrationSpec, QuantizeJob, QuantizeProgress, QuantizeRecipe
 
     peaks: dict[str, int] = {}

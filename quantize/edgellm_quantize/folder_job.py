@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -32,6 +31,7 @@ from edgellm_quantize.hf_folder import (
 from edgellm_quantize.hf_tensors import HFTensors, is_block_linear
 from edgellm_quantize.layer_rounding import uniform_grids
 from edgellm_quantize.packed_layouts import quantization_config, vllm_refusals
+from edgellm_quantize.process_memory import peak_memory
 from edgellm_quantize.recipe import (
     LayerOutcome,
     QuantizedLinear,
@@ -286,16 +286,6 @@ def memory_needed(tensors: HFTensors) -> int:
             count *= extent
         largest = max(largest, count * (_BYTES_PER_WEIGHT if is_block_linear(name) else 8))
     return _BASE_BYTES + largest
-
-
-def peak_memory() -> int:
-    """The most resident memory that this process has had, in bytes; 0 where the system does not say."""
-    try:
-        import resource
-    except ImportError:
-        return 0
-    unit = 1 if os.uname().sysname == "Darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _report(

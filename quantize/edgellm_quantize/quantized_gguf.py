@@ -22,6 +22,7 @@ from edgellm_quantize.gguf_values import GGUFValue, MetadataTable, text, u32
 from edgellm_quantize.imatrix_file import ImportanceMatrix
 from edgellm_quantize.kquant_codec import encode_rows
 from edgellm_quantize.kquant_mix import FILE_TYPE_IDS, Mixture, choose_types, is_quantized
+from edgellm_quantize.process_memory import peak_memory
 from edgellm_quantize.recipe import QuantizeProgress, QuantizeReport, TensorReport
 
 Array = np.ndarray[Any, Any]
@@ -339,16 +340,7 @@ def _report(
         calibration_hash=plan.calibration_hash,
         calibration_tokens=plan.calibration_tokens,
         seconds=time.perf_counter() - start,
-        peak_bytes=_peak_bytes(),
+        peak_bytes=peak_memory(),
         dry_run=dry_run,
         notices=tuple(notices),
     )
-
-
-def _peak_bytes() -> int:
-    """Peak resident memory of this process, 0 where the system does not say."""
-    try:
-        import resource
-    except ImportError:
-        return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

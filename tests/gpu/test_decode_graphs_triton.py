@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from edgellm_kernels import linear_triton, planes_triton, registry
 from tests.support.oracles import require_oracle
 
 require_oracle("gguf")
@@ -20,6 +19,7 @@ from edgellm_models.network.build import build_decoder
 from edgellm_quantize.writers import write_quantized_gguf
 from tests.support.paged import PagedRun, relative_error
 from tests.support.tiny_models import make_tiny
+from tests.support.triton_anywhere import serve_triton_anywhere
 
 
 def test_steps_of_a_quantized_model(
@@ -27,15 +27,7 @@ def test_steps_of_a_quantized_model(
 ) -> None:
     """A prompt of two tokens, one sequence twice, three in the room of four, over poisoned buffers; the
     second step of a size replays what the first recorded. On a GPU as a CUDA graph."""
-    everywhere = tuple(
-        replace(i, devices=("cpu", "cuda")) if i.backend == "triton" else i for i in registry.IMPLEMENTATIONS
-    )
-    monkeypatch.setattr(registry, "IMPLEMENTATIONS", everywhere)
-    if device.type == "cpu":  # fewer and larger programs to interpret
-        large = {"rows": 128, "tokens": 16, "blocks": 4, "warps": 4, "stages": 2}
-        sizes = dict.fromkeys(("gemv", "dot16", "dot16_f32", "decode"), large)
-        monkeypatch.setattr(linear_triton, "configurations", lambda gpu: sizes)
-        monkeypatch.setattr(planes_triton, "configurations", lambda gpu: sizes)
+    serve_triton_anywhere(monkeypatch, device)
     folder = make_tiny("qwen3", tmp_path / "model", quantizable=True, num_hidden_layers=1)
     write_quantized_gguf(folder, tmp_path / "q.gguf", "Q4_0")
     steps = [

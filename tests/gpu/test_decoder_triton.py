@@ -3,13 +3,11 @@
 # ruff: noqa: E402 (what is imported below needs the oracle)
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from edgellm_kernels import linear_triton, planes_triton, registry
 from tests.support.oracles import require_oracle
 
 require_oracle("gguf")
@@ -19,20 +17,13 @@ from edgellm_models.network.build import build_decoder
 from edgellm_quantize.writers import write_quantized_gguf
 from tests.support.paged import PagedRun, relative_error
 from tests.support.tiny_models import make_tiny
+from tests.support.triton_anywhere import serve_triton_anywhere
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="PagedRun makes its tables on the CPU")
 def test_a_quantized_model(tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompt and one more token of a family with every norm, windows and a tied head, in Q4_K_M."""
-    everywhere = tuple(
-        replace(i, devices=("cpu", "cuda")) if i.backend == "triton" else i for i in registry.IMPLEMENTATIONS
-    )
-    monkeypatch.setattr(registry, "IMPLEMENTATIONS", everywhere)
-    if device.type == "cpu":  # fewer and larger programs to interpret
-        large = {"rows": 128, "tokens": 16, "blocks": 4, "warps": 4, "stages": 2}
-        sizes = dict.fromkeys(("gemv", "dot16", "dot16_f32", "decode"), large)
-        monkeypatch.setattr(linear_triton, "configurations", lambda gpu: sizes)
-        monkeypatch.setattr(planes_triton, "configurations", lambda gpu: sizes)
+    serve_triton_anywhere(monkeypatch, device)
     folder = make_tiny("gemma3", tmp_path / "model", quantizable=True, num_hidden_layers=2)
     write_quantized_gguf(folder, tmp_path / "q.gguf", "Q4_K_M")
     found = {}
