@@ -177,7 +177,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
             "edgellm_kernels.ops",
             "edgellm_kernels.batch",
         },
-        {"torch"},
+        {"torch", "numpy"},
     ),
     # Measures for the calibration, whose figures it hands over.
     "edgellm.runner.skip_probe": (

@@ -1,34 +1,52 @@
 """Filters of the sampler: each says which candidates stay, as transformers' warpers of the same name do.
 
-Scores are logits over the temperature, [n] f64, finite, in order of token id; softmax of them is the
-distribution that the filter sees, so every filter looks at what the filters before it left. The result is a
-boolean mask [n].
+Scores are logits over the temperature, [n] f64, in order of token id; softmax of them is the distribution
+that the filter sees, so every filter looks at what the filters before it left: a token that was removed may
+still stand there with -inf (but for ``typical``), and whatever a mask says of it has no meaning. The result
+is a boolean mask [n].
 
 Edges, the same for all: the token that crosses a limit stays; at least one stays; where equal scores straddle
 the cut the lowest ids stay (transformers' top-k and typical keep all of them, its top-p whatever its sort
 puts first); a limit that is off (top_k 0 or no fewer than there are candidates, top_p and typical_p 1, min_p
 0) keeps everything.
+
+Beside masks a filter holds one sorted or partly sorted copy of the scores: torch's topk would take two, and
+ids that nobody reads (``typical`` needs the order itself, and takes three).
 """
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 
 _HEAD = 256
 """Most nuclei are small: this many best scores are looked at before everything is sorted."""
+_PIECE = 1 << 15
+"""Scores whose probabilities are held at once."""
+
+
+def log_total(scores: torch.Tensor) -> torch.Tensor:
+    """logsumexp of all scores, in pieces."""
+    best = scores.max()
+    total = torch.zeros((), dtype=scores.dtype)
+    for piece in torch.split(scores, _PIECE):
+        total += torch.exp(piece - best).sum()
+    return total.log_().add_(best)
 
 
 def keep_best(scores: torch.Tensor, count: int) -> torch.Tensor:
     """Mask of the ``count`` largest scores; of equal ones the first."""
     if count >= scores.numel():
         return torch.ones_like(scores, dtype=torch.bool)
-    last = torch.topk(scores, count).values[-1]
-    above = scores > last
-    ties = scores == last
-    room = count - above.sum()
-    return above | (ties & (torch.cumsum(ties, 0) <= room))
+    last = float(_best(scores, count)[0])
+    keep = scores >= last
+    excess = int(keep.sum()) - count
+    if excess > 0:
+        ties = torch.nonzero(scores == last).squeeze(1)
+        keep[ties[ties.numel() - excess :]] = False
+    return keep
 
 
 def top_k(scores: torch.Tensor, k: int) -> torch.Tensor:
@@ -36,36 +54,47 @@ def top_k(scores: torch.Tensor, k: int) -> torch.Tensor:
     return keep_best(scores, k if k > 0 else scores.numel())
 
 
-def top_p(scores: torch.Tensor, p: float, log_total: torch.Tensor | None = None) -> torch.Tensor:
+def top_p(scores: torch.Tensor, p: float, total: torch.Tensor | None = None) -> torch.Tensor:
     """The fewest most likely tokens whose probabilities reach p (arXiv 1904.09751). 1 is off.
 
-    ``log_total`` is the logsumexp that makes scores probabilities, where ``scores`` are only the best of all.
+    ``total`` is the log_total that makes scores probabilities, where ``scores`` are only the best of all.
     """
     if p >= 1:
         return torch.ones_like(scores, dtype=torch.bool)
-    if log_total is None:
-        log_total = torch.logsumexp(scores, 0)
-    size = min(_HEAD, scores.numel())
-    while True:
-        best = torch.topk(scores, size).values
-        reached = torch.cumsum(torch.exp(best - log_total), 0)
-        if size == scores.numel() or reached[-1] >= p:
-            return keep_best(scores, _count_until(reached, p))
-        size = scores.numel()
+    if total is None:
+        total = log_total(scores)
+    count = None
+    if scores.numel() > _HEAD:
+        best = _best(scores, _HEAD)
+        best.sort()
+        count = _count_until(best, total, p)
+    if count is None:
+        best = np.sort(scores.numpy())
+        count = _count_until(best, total, p) or len(best)
+        del best  # before keep_best takes one of its own
+    return keep_best(scores, count)
 
 
 def typical(scores: torch.Tensor, mass: float) -> torch.Tensor:
     """Tokens of information nearest to the entropy, until they reach ``mass`` (arXiv 2202.00666). 1 is
-    off.
+    off. All scores are finite.
     """
     if mass >= 1:
         return torch.ones_like(scores, dtype=torch.bool)
-    log_p = torch.log_softmax(scores, 0)
-    p = torch.exp(log_p)
-    entropy = -(p * log_p).sum()
-    distance = torch.abs(-log_p - entropy)
-    order = torch.sort(distance, stable=True).indices
-    return keep_best(-distance, _count_until(torch.cumsum(p[order], 0), mass))
+    log_p = scores - log_total(scores)
+    entropy = 0.0
+    for piece in torch.split(log_p, _PIECE):
+        entropy -= float((torch.exp(piece) * piece).sum())
+    distance = log_p.add_(entropy).abs_()
+    order = torch.from_numpy(np.argsort(distance.numpy(), kind="stable"))
+    total, carry, count = log_total(scores), 0.0, 0
+    for places in torch.split(order, _PIECE):
+        below, carry = _below(torch.exp(scores[places] - total), carry, mass)
+        count += below
+        if below < places.numel():
+            break
+    del order
+    return keep_best(distance.neg_(), min(count + 1, scores.numel()))
 
 
 def min_p(scores: torch.Tensor, share: float) -> torch.Tensor:
@@ -75,6 +104,29 @@ def min_p(scores: torch.Tensor, share: float) -> torch.Tensor:
     return scores >= scores.max() + math.log(share)
 
 
-def _count_until(reached: torch.Tensor, limit: float) -> int:
-    """How many leading tokens stay: those before which the limit was not reached, at least the first."""
-    return 1 + int((reached[:-1] < limit).sum())
+def _best(scores: torch.Tensor, count: int) -> np.ndarray:
+    """A copy of the ``count`` largest scores, the least of them first, the others in any order."""
+    first = scores.numel() - count
+    found: np.ndarray = np.partition(scores.numpy(), first)[first:].copy()
+    return found
+
+
+def _count_until(ascending: np.ndarray, total: torch.Tensor, limit: float) -> int | None:
+    """How many of the best scores stay: those before which the limit was not reached, at least the first;
+    None where they all together do not reach it."""
+    carry, count = 0.0, 0
+    for end in range(len(ascending), 0, -_PIECE):
+        piece = torch.from_numpy(ascending[max(0, end - _PIECE) : end][::-1].copy())
+        below, carry = _below(torch.exp(piece.sub_(total)), carry, limit)
+        count += below
+        if below < piece.numel():
+            return count + 1
+    return None
+
+
+def _below(p: torch.Tensor, carry: float, limit: float) -> tuple[int, float]:
+    """How many running sums of ``p`` from ``carry`` on do not reach the limit, and the last sum. In order,
+    so that pieces give the bits of the whole."""
+    p[0] += carry
+    reached = torch.cumsum(p, 0)
+    return int((reached < limit).sum()), float(reached[-1])

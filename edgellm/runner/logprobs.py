@@ -9,8 +9,8 @@ import torch
 from edgellm.contracts import TokenLogprob
 from edgellm.runner import filters
 
-_ROWS = 32
-"""Rows that are widened to f64 at once: 32 of the largest vocabularies take 64 MiB."""
+_WIDENED_BYTES = 1 << 22
+"""Of rows that are widened to f64 at once; a single row may be larger."""
 
 
 def raw_logprobs(logits: torch.Tensor, token_ids: Sequence[int], top: int) -> list[TokenLogprob]:
@@ -19,10 +19,11 @@ def raw_logprobs(logits: torch.Tensor, token_ids: Sequence[int], top: int) -> li
     In f64. The best are sorted, equal ones by id; ids of probability 0 are not among them.
     """
     found: list[TokenLogprob] = []
-    for start in range(0, len(token_ids), _ROWS):
-        rows = logits[start : start + _ROWS].to(device="cpu", dtype=torch.float64)
+    together = max(1, _WIDENED_BYTES // (8 * logits.shape[-1]))
+    for start in range(0, len(token_ids), together):
+        rows = logits[start : start + together].to(device="cpu", dtype=torch.float64)
         log_p = torch.log_softmax(rows, -1)
-        ids = list(token_ids[start : start + _ROWS])
+        ids = list(token_ids[start : start + together])
         chosen = log_p[torch.arange(len(ids)), torch.tensor(ids, dtype=torch.int64)].tolist()
         best = _best(log_p, top)
         found += [TokenLogprob(*row) for row in zip(ids, chosen, best, strict=True)]

@@ -49,14 +49,16 @@ class LogitAdjuster:
             self._counts[token_id] += 1
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """[vocab] f64 -> a new [vocab] f64, or the same tensor when idle."""
+        """[vocab] f64, which is overwritten and returned."""
         if self._seen is not None:
-            punished = torch.where(logits < 0, logits * self._repetition, logits / self._repetition)
-            logits = torch.where(self._seen, punished, logits)
+            ids = torch.nonzero(self._seen).squeeze(1)
+            seen = logits[ids]
+            logits[ids] = torch.where(seen < 0, seen * self._repetition, seen / self._repetition)
         if self._counts is not None:
-            logits = logits - self._counts * self._frequency - (self._counts > 0) * self._presence
+            ids = torch.nonzero(self._counts).squeeze(1)
+            logits[ids] -= self._counts[ids] * self._frequency + self._presence
         if self._bias is not None:
-            logits = logits + self._bias
+            logits += self._bias
         return logits
 
 

@@ -2,10 +2,10 @@
 
 The order: repetition, presence and frequency penalties; logit bias; the token mask of a constraint;
 temperature; top-k; typical-p; top-p; min-p; then Gumbel-max, argmax(score + noise), which draws from the
-softmax of what is left (noise.py). The edges of the filters are in filters.py, those of penalties and biases
-in penalties.py. Temperature 0 takes the largest logit after penalties, bias and mask, of equal ones the
-lowest id. Arithmetic after the logits is f64. Log-probabilities are those of the raw softmax, which none of
-this changes (logprobs.py).
+softmax of what is left (candidates.py, noise.py). The edges of the filters are in filters.py, those of
+penalties and biases in penalties.py. Temperature 0 takes the largest logit after penalties, bias and mask,
+of equal ones the lowest id. Arithmetic after the logits is f64. Log-probabilities are those of the raw
+softmax, which none of this changes (logprobs.py).
 
 So the mask has the last word on what may be drawn, and the filters count only what it allows. A row whose
 logits hold NaN or +inf, or nothing above -inf, is an error of its own sequence only; so is one in which bias
@@ -24,10 +24,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from edgellm.contracts import SequenceStart, TokenLogprob
-from edgellm.runner import filters
+from edgellm.runner.candidates import Candidates
 from edgellm.runner.device_draws import can_draw, draw_many
 from edgellm.runner.logprobs import raw_logprobs
-from edgellm.runner.noise import NOISE_SPAN, gumbel_noise, row_key, uniform
+from edgellm.runner.noise import row_key, uniform
 from edgellm.runner.penalties import LogitAdjuster
 from edgellm.runner.token_mask import unpack_masks
 from edgellm.speculative.acceptance import COUPLED, REJECTION, verified_run
@@ -59,37 +59,6 @@ class SamplerState:
     def is_plain_greedy(self) -> bool:
         """The largest logit that is allowed wins: no row of its own needs computing."""
         return self.sampling.temperature == 0 and self.adjuster.is_idle
-
-
-def candidates(logits: torch.Tensor, state: SamplerState) -> tuple[torch.Tensor, torch.Tensor]:
-    """What may be drawn at a temperature above 0: ids [n] int64, ascending, and scores [n] f64.
-
-    ``logits`` [vocab] f64 are those after penalties, bias and mask; the largest is finite.
-    """
-    sampling = state.sampling
-    # Relative to the best, so that no temperature, however small, overflows: the best score is 0.
-    scores = (logits - logits.max()) / sampling.temperature
-    ids = torch.arange(scores.numel(), device=scores.device)
-    keep = torch.isfinite(scores)
-    if sampling.top_k > 0:
-        keep &= filters.top_k(scores, sampling.top_k)
-    if not bool(keep.all()):
-        ids, scores = ids[keep], scores[keep]
-    if sampling.typical_p < 1:
-        keep = filters.typical(scores, sampling.typical_p)
-        ids, scores = ids[keep], scores[keep]
-    if sampling.top_p >= 1:
-        if sampling.min_p == 0:
-            return ids, scores
-        keep = filters.min_p(scores, sampling.min_p)
-        return ids[keep], scores[keep]
-    # min-p looks at nothing but the best token, which top-p never removes, so it may come first, where it
-    # leaves top-p little to rank; the nucleus is still one of the whole mass.
-    log_total = torch.logsumexp(scores, 0)
-    keep = filters.min_p(scores, sampling.min_p)
-    ids, scores = ids[keep], scores[keep]
-    keep = filters.top_p(scores, sampling.top_p, log_total)
-    return ids[keep], scores[keep]
 
 
 class Sampler:
@@ -284,29 +253,22 @@ class Sampler:
         allowed: torch.Tensor | None,
         drafted: int | None,
     ) -> int | None:
-        adjusted = state.adjuster.apply(logits.to(device="cpu", dtype=torch.float64))
+        # Widened into a tensor of its own, which the steps below overwrite.
+        adjusted = state.adjuster.apply(logits.to(device="cpu", dtype=torch.float64, copy=True))
         if allowed is not None:
-            adjusted = torch.where(allowed, adjusted, float("-inf"))
+            adjusted.masked_fill_(~allowed, float("-inf"))
         if not bool(torch.isfinite(adjusted.max())):
             return None
         if state.sampling.temperature == 0:
             return int(torch.argmax(adjusted))
-        ids, scores = candidates(adjusted, state)
+        left = Candidates(adjusted, state.sampling)
         key = row_key(state.seed, state.sample, position)
         if drafted is not None and self._spec_rule == REJECTION:
-            is_drafted = ids == drafted
-            if bool(is_drafted.any()):
-                # Drafts are fixed tokens, q = 1: kept with probability p, and the residual is p without it.
-                kept = torch.exp(scores[is_drafted][0] - torch.logsumexp(scores, 0))
-                if uniform(key, drafted) < float(kept):
-                    return drafted
-                ids, scores = ids[~is_drafted], scores[~is_drafted]
-                if not len(ids):
-                    return drafted
-        alive = scores >= scores.max() - NOISE_SPAN
-        ids, scores = ids[alive], scores[alive]
-        noise = gumbel_noise(key, ids)
-        return int(ids[torch.argmax(scores + noise)])
+            # Drafts are fixed tokens, q = 1: kept with probability p, and the residual is p without it.
+            kept = left.probability(drafted)
+            if kept > 0 and (uniform(key, drafted) < kept or not left.remove(drafted)):
+                return drafted
+        return left.draw(key)
 
     def _add_logprobs(
         self, draws: list[Draw | None], logits: torch.Tensor, owners: Sequence[SamplerState]

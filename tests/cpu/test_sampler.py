@@ -21,10 +21,11 @@ from transformers.generation.logits_process import (
 
 from edgellm.contracts import SamplingParams, SequenceStart
 from edgellm.runner import filters
+from edgellm.runner.candidates import Candidates
 from edgellm.runner.logprobs import raw_logprob, raw_logprobs
 from edgellm.runner.noise import NOISE_SPAN, gumbel_noise, hash32, row_key
 from edgellm.runner.penalties import LogitAdjuster
-from edgellm.runner.sampler import Sampler, SamplerState, candidates
+from edgellm.runner.sampler import Sampler, SamplerState
 from edgellm.runner.token_mask import unpack_masks
 from edgellm_models.errors import BadInputError
 
@@ -46,9 +47,13 @@ def state_of(sampling: SamplingParams, prompt: tuple[int, ...] = (1,), seed: int
     return SamplerState(SequenceStart(0, prompt, sampling, seed), VOCAB)
 
 
+def left_of(row: torch.Tensor, sampling: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and scores of what may be drawn. Candidates overwrite what they are given."""
+    return Candidates(row.to(torch.float64, copy=True), sampling).left()
+
+
 def kept_by_us(row: torch.Tensor, sampling: SamplingParams) -> set[int]:
-    ids, _ = candidates(row.to(torch.float64), state_of(sampling))
-    return set(ids.tolist())
+    return set(left_of(row, sampling)[0].tolist())
 
 
 def kept_by_them(row: torch.Tensor, *warpers: object) -> set[int]:
@@ -86,7 +91,7 @@ def test_min_p(share: float) -> None:
 def test_temperature(temperature: float) -> None:
     warper = TemperatureLogitsWarper(temperature)
     for row in random_logits():
-        ids, scores = candidates(row.to(torch.float64), state_of(SamplingParams(temperature=temperature)))
+        ids, scores = left_of(row, SamplingParams(temperature=temperature))
         theirs = warper(None, row.unsqueeze(0).to(torch.float64))[0]  # type: ignore[arg-type]
         ours = torch.full_like(theirs, float("-inf"))
         ours[ids] = scores
@@ -139,7 +144,7 @@ def test_the_whole_chain_in_its_order() -> None:
     for row in random_logits().to(torch.float64):
         theirs = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([prompt]), row.unsqueeze(0).clone())[0]
         theirs[4] += 3.0
-        ids, _ = candidates(state.adjuster.apply(row), state)
+        ids, _ = left_of(state.adjuster.apply(row), sampling)
         assert set(ids.tolist()) == kept_by_them(theirs, *warpers)
 
 
@@ -147,9 +152,7 @@ def test_order_matters_where_we_say_it_does() -> None:
     """top-k before top-p: the nucleus is of what top-k left, not of everything."""
     row = torch.log(torch.tensor([0.4, 0.3, 0.2, 0.1]))
     # After top-k 2 the shares are 4/7 and 3/7: 0.55 is reached by the first alone, of all it takes two.
-    ids, _ = candidates(
-        row.to(torch.float64), SamplerState(SequenceStart(0, (), SamplingParams(top_k=2, top_p=0.55), 1), 4)
-    )
+    ids, _ = left_of(row, SamplingParams(top_k=2, top_p=0.55))
     assert ids.tolist() == [0]
     assert filters.top_p(row.to(torch.float64), 0.55).tolist() == [True, True, False, False]
 
@@ -188,6 +191,25 @@ def test_a_nucleus_wider_than_the_head_is_found() -> None:
     mask = filters.top_p(row.to(torch.float64), 0.7)
     assert int(mask.sum()) > filters._HEAD
     assert set(torch.nonzero(mask).squeeze(1).tolist()) == kept_by_them(row, TopPLogitsWarper(0.7))
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.912345])
+@pytest.mark.parametrize("spread", [0.0, 0.3, 4.0])
+def test_drawing_in_pieces_is_drawing_from_the_whole(spread: float, top_p: float) -> None:
+    """Flat logits leave most of a vocabulary of several pieces, peaked ones a few: what is left and what is
+    drawn are those of plain arithmetic over all of it."""
+    vocab = 80_000
+    logits = spread * torch.randn(vocab, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    order = torch.argsort(logits, descending=True, stable=True)
+    before = torch.cumsum(torch.softmax(logits, 0)[order], 0) - torch.softmax(logits, 0)[order]
+    kept = order[before < top_p] if top_p < 1 else order
+    left = Candidates(logits.clone(), SamplingParams(top_p=top_p))
+    for position in range(3):
+        key = row_key(1, 0, position)
+        noisy = torch.full_like(logits, float("-inf"))
+        noisy[kept] = logits[kept] + gumbel_noise(key, kept)
+        assert left.draw(key) == int(torch.argmax(noisy))
+    assert left.left()[0].tolist() == sorted(kept.tolist())
 
 
 # --- drawing ---

@@ -1,0 +1,109 @@
+"""What may be drawn at a temperature above 0: scores narrowed by the filters, and the draw itself.
+
+Whatever the logits look like, flat or peaked, it all takes little more than the scores and one sorted copy of
+them: removed tokens stay in place at -inf until few are left, noise is made in pieces, and nothing else is as
+long as the vocabulary but masks. So a plan can say what drawing takes (planning/workspace.py).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from edgellm.contracts import SamplingParams
+from edgellm.runner import filters
+from edgellm.runner.noise import NOISE_SPAN, gumbel_noise
+
+_PIECE = 1 << 15
+"""Tokens whose noise is made at once: eight numbers of 8 bytes each take 2 MiB."""
+_FEW = 4
+"""From a fourth of the tokens down those that are left are copied together."""
+
+
+class Candidates:
+    """Scores of what may be drawn, [n] f64, -inf where a token was removed, and their ids."""
+
+    def __init__(self, logits: torch.Tensor, sampling: SamplingParams) -> None:
+        """``logits`` [vocab] f64 are those after penalties, bias and mask; the largest is finite. They are
+        overwritten: the caller gives them away."""
+        # Relative to the best, so that no temperature, however small, overflows: the best score is 0.
+        self.scores = logits.sub_(logits.max()).div_(sampling.temperature)
+        self._ids: torch.Tensor | None = None
+        """[n] int64, ascending; None for all from 0 on."""
+        if sampling.top_k > 0:
+            self._keep(filters.top_k(self.scores, sampling.top_k))
+        if sampling.typical_p < 1:
+            self._gather(self.scores > float("-inf"))
+            self._keep(filters.typical(self.scores, sampling.typical_p))
+        if sampling.top_p >= 1:
+            self._keep(filters.min_p(self.scores, sampling.min_p))
+            return
+        # min-p looks at nothing but the best token, which top-p never removes, so it may come first, where
+        # it leaves top-p little to rank; the nucleus is still one of the whole mass.
+        total = filters.log_total(self.scores)
+        self._keep(filters.min_p(self.scores, sampling.min_p))
+        self._keep(filters.top_p(self.scores, sampling.top_p, total))
+
+    def left(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids [n] int64, ascending, and scores [n] f64 of what was not removed."""
+        self._gather(self.scores > float("-inf"))
+        assert self._ids is not None
+        return self._ids, self.scores
+
+    def probability(self, token_id: int) -> float:
+        """Of one token among those that are left; 0 of a removed one."""
+        place = self._place(token_id)
+        if place is None:
+            return 0.0
+        return float(torch.exp(self.scores[place] - filters.log_total(self.scores)))
+
+    def remove(self, token_id: int) -> bool:
+        """Takes one out; false, and it stays, where it is the only one left."""
+        place = self._place(token_id)
+        assert place is not None
+        kept = float(self.scores[place])
+        self.scores[place] = float("-inf")
+        if bool(self.scores.max() > float("-inf")):
+            return True
+        self.scores[place] = kept
+        return False
+
+    def draw(self, key: int) -> int:
+        """The id of the largest score + noise (noise.py); of equal ones the lowest."""
+        alive = self.scores >= self.scores.max() - NOISE_SPAN
+        winner, most = -1, float("-inf")
+        for start in range(0, alive.numel(), _PIECE):
+            places = torch.nonzero(alive[start : start + _PIECE]).squeeze(1).add_(start)
+            if not places.numel():
+                continue
+            ids = places if self._ids is None else self._ids[places]
+            value, at = torch.max(gumbel_noise(key, ids).add_(self.scores[places]), 0)
+            if float(value) > most:
+                winner, most = int(ids[at]), float(value)
+        return winner
+
+    def _place(self, token_id: int) -> int | None:
+        """Where a token stands; None where it was removed."""
+        if self._ids is None:
+            place = token_id
+        else:
+            found = torch.nonzero(self._ids == token_id).flatten().tolist()
+            if not found:
+                return None
+            place = found[0]
+        return place if bool(self.scores[place] > float("-inf")) else None
+
+    def _keep(self, mask: torch.Tensor) -> None:
+        """Removes what ``mask`` [n] lacks."""
+        count = int(mask.sum())
+        if count == mask.numel():
+            return
+        if count * _FEW > mask.numel():
+            self.scores.masked_fill_(mask.logical_not_(), float("-inf"))
+        else:
+            self._gather(mask)
+
+    def _gather(self, mask: torch.Tensor) -> None:
+        """Copies what ``mask`` keeps together."""
+        places = torch.nonzero(mask).squeeze(1)
+        self.scores = self.scores[places]
+        self._ids = places if self._ids is None else self._ids[places]
