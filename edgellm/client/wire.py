@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from edgellm.chat.messages import message_object
@@ -18,6 +18,7 @@ from edgellm.contracts import (
     EngineStats,
     Finished,
     FinishReason,
+    GpuUse,
     ModelInfo,
     NoticeEvent,
     Prefill,
@@ -246,8 +247,16 @@ def engine_stats(answer: Mapping[str, Any]) -> EngineStats:
     values = dict(found)
     if isinstance(values.get("draft"), Mapping):
         values["draft"] = _built(DraftCounts, values["draft"])
-    stats: EngineStats = _built(EngineStats, values)
-    return stats
+    stats: EngineStats = _built(EngineStats, values | {"gpu": None})
+    return replace(stats, gpu=_gpu_use(values.get("gpu")))
+
+
+def _gpu_use(found: Any) -> GpuUse | None:
+    if not isinstance(found, Mapping):
+        return None
+    used, total = _whole(found.get("memory_used_bytes")), _whole(found.get("memory_total_bytes"))
+    known = {name: _number(found.get(name)) for name in ("busy", "watts", "celsius")}
+    return GpuUse(used, total, **known) if total > 0 else None
 
 
 def _built(kind: type[Any], values: Mapping[str, Any]) -> Any:
@@ -283,3 +292,7 @@ def _logprobs(found: Any) -> tuple[TokenLogprob, ...]:
 
 def _whole(value: Any) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

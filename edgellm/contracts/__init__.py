@@ -16,6 +16,7 @@ from edgellm.contracts.engines import ChatBackend as ChatBackend
 from edgellm.contracts.engines import DrafterStats as DrafterStats
 from edgellm.contracts.engines import EngineStats as EngineStats
 from edgellm.contracts.engines import GenerationEngine as GenerationEngine
+from edgellm.contracts.engines import GpuUse as GpuUse
 from edgellm.contracts.engines import KeepsChats as KeepsChats
 from edgellm.contracts.engines import MemoryPlan as MemoryPlan
 from edgellm.contracts.engines import ModelInfo as ModelInfo

@@ -24,6 +24,18 @@ class DrafterStats:
 
 
 @dataclass(frozen=True)
+class GpuUse:
+    """What the driver says of the GPU that an engine runs on, whoever uses it. None is what it does not tell."""
+
+    memory_used_bytes: int
+    memory_total_bytes: int
+    busy: float | None = None
+    """Share of the last moment in which something ran on it."""
+    watts: float | None = None
+    celsius: float | None = None
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """Counters that the engine writes once per step and the front ends poll."""
 
@@ -50,6 +62,8 @@ class EngineStats:
     achieved_gb_per_s: float = 0.0
     device: str = "cpu"
     kernel_backend: str = "torch"
+    gpu: GpuUse | None = None
+    """Where the engine runs on a GPU whose driver can be asked."""
 
 
 @dataclass(frozen=True)

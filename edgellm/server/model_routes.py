@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from edgellm.server.api_errors import ApiError, api_error, bad_field, loading, t
 from edgellm.server.completion_answers import encode_prompt
 from edgellm.server.completion_schema import read_ids, read_template
 from edgellm.server.fields import Fields, read_object
+from edgellm.server.gpu_meter import GpuMeter
 from edgellm.server.metrics import ServerMetrics
 from edgellm.server.model_host import ModelHost, ServedModel, State
 from edgellm.server.settings import ServerSettings
@@ -36,6 +37,8 @@ class ModelRoutes:
         self._settings = settings
         self._metrics = metrics
         self._generation = generation
+        self._gpu = GpuMeter()
+        self._gpu_turn = asyncio.Lock()
 
     async def health(self, request: Request) -> Response:
         """GET /health: 200 once the model answers, 503 with the reason before."""
@@ -93,12 +96,16 @@ class ModelRoutes:
 
     async def status(self, request: Request) -> Response:
         """GET /v1/edge/status: EngineStats, for screens."""
+        stats = self._stats()
+        if stats.device.startswith("cuda"):
+            async with self._gpu_turn:
+                stats = replace(stats, gpu=await asyncio.to_thread(self._gpu.read))
         return _json(
             {
                 "state": self._host.state.value,
                 "model": self._host.name,
                 "open_requests": self._generation.open_answers,
-                "stats": asdict(self._stats()),
+                "stats": asdict(stats),
             }
         )
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
+from dataclasses import replace
 
-from edgellm.contracts import DraftCounts, EngineStats
+import pytest
+from textual.content import Content
+
+from edgellm.contracts import DraftCounts, EngineStats, GpuUse
 from edgellm_tui.live import (
     History,
     Intervals,
@@ -157,3 +161,21 @@ def test_panel_says_why_nothing_is_drafted() -> None:
         line.plain for line in wide_lines(Snapshot(draft_off="drafting does not pay here"), History(), 30)
     )
     assert "drafting does not pay here" in page
+
+
+def test_panel_shows_the_gpu_where_there_is_one() -> None:
+    def page(gpu: GpuUse | None, lines: Callable[..., list[Content]], cells: int) -> str:
+        shown = replace(SNAPSHOT, stats=replace(SNAPSHOT.stats, gpu=gpu))
+        return "\n".join(line.plain for line in lines(shown, History(), cells))
+
+    whole = GpuUse(5_100_000_000, 12_000_000_000, 0.63, 143.4, 71.0)
+    wide = page(whole, wide_lines, 30)
+    assert "GPU         63%, 71 °C, 143 W" in wide and "5.1 GB / 12.0 GB" in wide
+    assert max(len(line) for line in wide.split("\n")) <= 30
+    assert "GPU 63%, 71 °C, 143 W, memory 42%" in page(whole, narrow_lines, 120)
+    little = GpuUse(5_100_000_000, 12_000_000_000)
+    assert "5.1 GB / 12.0 GB" in page(little, wide_lines, 30)
+    assert "%" not in page(little, wide_lines, 30).split("5.1 GB")[0].split("runs on")[1]
+    assert "GPU memory 42%" in page(little, narrow_lines, 120)
+    for lines, cells in ((wide_lines, 30), (narrow_lines, 120)):
+        assert "GPU" not in page(None, lines, cells)

@@ -8,7 +8,7 @@ from textual.content import Content
 from textual.reactive import reactive
 from textual.widget import Widget
 
-from edgellm.contracts import DraftCounts, EngineStats
+from edgellm.contracts import DraftCounts, EngineStats, GpuUse
 from edgellm_tui.live import (
     History,
     acceptance,
@@ -97,6 +97,23 @@ def _draft_rows(snap: Snapshot, cells: int) -> list[Content]:
     return rows
 
 
+def _gpu_text(gpu: GpuUse) -> str:
+    """How busy it is, how warm, and what that takes, as far as it is known."""
+    parts = [f"{gpu.busy:.0%}"] if gpu.busy is not None else []
+    parts += [f"{gpu.celsius:.0f} °C"] if gpu.celsius is not None else []
+    parts += [f"{gpu.watts:.0f} W"] if gpu.watts is not None else []
+    return ", ".join(parts)
+
+
+def _gpu_rows(gpu: GpuUse | None) -> list[Content]:
+    """Nothing where there is none."""
+    if gpu is None:
+        return []
+    memory = f"{bytes_text(gpu.memory_used_bytes)} / {bytes_text(gpu.memory_total_bytes)}"
+    rows = [_row("GPU", _gpu_text(gpu))] if _gpu_text(gpu) else []
+    return [*rows, _row("its memory", memory)]
+
+
 def _map(snap: Snapshot, cells: int, rows: int) -> list[Content]:
     runs = kv_cells(snap.stats.kv_blocks, cells * rows)
     if not runs:
@@ -168,7 +185,7 @@ def wide_lines(snap: Snapshot, history: History, cells: int, map_rows: int = MAP
         if snap.queue_position:
             lines.append(_row("your place", str(snap.queue_position)))
         lines.append(_row("runs on", safe_line(f"{stats.device}, {stats.kernel_backend}")))
-    return lines
+    return [*lines, *_gpu_rows(stats.gpu)]
 
 
 def narrow_lines(snap: Snapshot, history: History, cells: int) -> list[Content]:
@@ -200,6 +217,10 @@ def narrow_lines(snap: Snapshot, history: History, cells: int) -> list[Content]:
         Part(Content.styled(f"cache {bytes_text(stats.kv_bytes)}", "dim"), 2),
         Part(Content.styled(f"{stats.running} running, {stats.waiting} waiting", "dim"), 4),
     ]
+    if stats.gpu is not None:
+        share = stats.gpu.memory_used_bytes / stats.gpu.memory_total_bytes
+        busy = f"GPU {_gpu_text(stats.gpu)}, " if _gpu_text(stats.gpu) else "GPU "
+        engine.insert(0, Part(Content(f"{busy}memory {share:.0%}")))
     return [*lines, fit(engine, [], cells, gap="  ")]
 
 
