@@ -55,6 +55,11 @@ SWITCHES = (
         "Which build of the native kernels computes, in place of the fastest that the processor runs.",
     ),
     Switch(
+        "EDGELLM_LARGE_PAGES",
+        "0",
+        "0 leaves the native kernels' weights in memory pages of the usual size, which are read more slowly.",
+    ),
+    Switch(
         "EDGELLM_TEST_MODELS",
         "path",
         "For developers: a folder with NAME.gguf files that tests use instead of a pull.",

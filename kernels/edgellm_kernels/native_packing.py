@@ -10,6 +10,7 @@ from edgellm_kernels.ggml_types import GGML_TYPES_BY_NAME
 from edgellm_kernels.int_groups import as_blocks, dequantize_groups
 from edgellm_kernels.native_library import load_library
 from edgellm_kernels.native_threads import pool
+from edgellm_kernels.packed_memory import PACKED_MEMORY
 from edgellm_kernels.weights import (
     BlockQuantWeight,
     DenseWeight,
@@ -47,7 +48,7 @@ def pack(parts: Sequence[HeldPart]) -> NativeWeight:
     k = parts[0].shape[1]
     tiles = [-(-part.shape[0] // TILE_ROWS) for part in parts]
     tile_bytes = TILE_ROWS * ggml_type.row_bytes(k)
-    data = torch.empty(sum(tiles) * tile_bytes, dtype=torch.uint8)
+    data = PACKED_MEMORY.empty(sum(tiles) * tile_bytes)
     rows = sum(part.shape[0] for part in parts)
     bias = None
     if any(part.bias is not None for part in parts):
