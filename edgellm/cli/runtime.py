@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from edgellm.engine.async_engine import AsyncEngine
     from edgellm.engine.engine import Engine
     from edgellm.engine.saved_kv import KVIdentity
-    from edgellm.runner.embedder import Embedding
     from edgellm.runner.model_runner import ModelRunner
     from edgellm_models.checkpoint.reader import Checkpoint
     from edgellm_models.network.decoder import Decoder
@@ -74,8 +73,6 @@ class Runtime:
     """Bytes of K and V that a decode step reads of a sequence of so many tokens, windows counted."""
     num_threads: int = 1
     """Threads that compute."""
-    embedding: Callable[[Sequence[int]], Embedding] | None = field(default=None, repr=False)
-    """Starts the embedding of a text (runner/embedder.py)."""
     layer_skip: LayerSkip | None = field(default=None, repr=False)
     """Drafting by layers, under ``--spec auto`` and ``skip``."""
     _service: AsyncEngine | None = field(default=None, repr=False)
@@ -88,22 +85,6 @@ class Runtime:
 
             self._service = AsyncEngine(self.core)
         return self._service
-
-    def embed(
-        self, token_ids: Sequence[int], pooling: str, is_wanted: Callable[[], bool] = lambda: True
-    ) -> list[float]:
-        """The pooled hidden states of a text, ``mean`` or ``last``. Between the engine's steps, so not from
-        its own thread nor from an event loop. Empty as soon as it is no longer ``is_wanted``.
-
-        Needs f32 KV of the text beside the engine's cache while it runs.
-        """
-        if self.embedding is None:
-            raise BadInputError("a model on two devices (--gpu-layers) embeds no texts: use --gpu-layers 0")
-        run = self.embedding(token_ids)
-        while is_wanted():
-            if self.engine.call(run.step):
-                return run.pooled(pooling)
-        return []
 
     def client(self, *, plain_fallback: bool = False, kv_policy: str = "stop") -> LocalClient:
         """A conversation partner over this model's engine; ``kv_policy`` as in LocalClient.
@@ -165,7 +146,6 @@ def load_runtime(
     from edgellm.engine.engine import MAX_RUNNING, PREFILL_CHUNK, Engine
     from edgellm.engine.stats import StatsRecorder
     from edgellm.locations import Locations
-    from edgellm.runner.embedder import Embedding
     from edgellm.runner.model_runner import ModelRunner
     from edgellm.runner.step_program import StepProgram, choose_program
     from edgellm.speculative.speculator import make_speculator
@@ -386,7 +366,6 @@ def load_runtime(
         kv_policy="stop" if kept is None else resolved.kv_policy,
         runner=runner,
         kv_read_bytes=partial(_kv_read_bytes, spec, kv),
-        embedding=None if isinstance(decoder, SplitDecoder) else partial(Embedding, decoder, device=device),
         num_threads=threads,
         layer_skip=layer_skip,
     )

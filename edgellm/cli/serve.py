@@ -201,7 +201,6 @@ class ModelLoader:
             max_running=runtime.core.max_running,
             kv_policy=self._resolved.kv_policy,
             vocab_size=runtime.vocab_size,
-            embed=runtime.embed,
             template_error=problem,
             close=runtime.close,
         )

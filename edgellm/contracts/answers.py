@@ -96,6 +96,8 @@ class TokenEvent:
     """The seed that was used, in the last event."""
     queue_position: int | None = None
     """Place in the queue, in events of the waiting phase: 1 is next."""
+    embedding: tuple[float, ...] | None = None
+    """In the last event of a request that embeds."""
     prefill_done: int | None = None
     """Prompt tokens whose KV exists by now, in events of the prefill phase."""
     notice: Notice | None = None

@@ -113,6 +113,7 @@ class Task(enum.Enum):
 
     GENERATE = "generate"
     EMBED = "embed"
+    """The prompt's hidden states behind the output norm, pooled; nothing is drawn."""
 
 
 class ConstraintKind(enum.Enum):
@@ -170,6 +171,8 @@ class GenerationRequest:
     priority: int = 0
     """Smaller is served first: a person's chat before batch work."""
     task: Task = Task.GENERATE
+    pooling: str = "mean"
+    """With EMBED: the ``mean`` of the states of all tokens, or the ``last`` one."""
     continues_text: bool = False
     """Raw completion: the answer goes on where the prompt's text ends, so that its first space is a real one.
     """

@@ -60,6 +60,9 @@ class PlannedSequence:
     token_masks: tuple[bytes, ...] = ()
     """Per row that draws a token, in order, which ids may be drawn: bit ``id % 8`` (1, 2, 4, ...) of byte
     ``id // 8``; ids beyond the bytes may not. Empty where nothing is forbidden."""
+    num_states: int = 0
+    """Of so many of its last new tokens the hidden states are pooled, as ``SequenceStart.pooling`` says; then
+    nothing is drawn and nothing scored."""
     prompt_logits: bool = False
     """The prompt's tokens behind these tokens are scored too, as ``SequenceStart.prompt_logprobs`` asks."""
     score_blocks: tuple[tuple[int, ...], ...] = ()
@@ -84,6 +87,8 @@ class SequenceStart:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     score_from: int = 1
+    pooling: str | None = None
+    """``mean`` or ``last`` where the prompt is embedded rather than answered."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +149,7 @@ class SequenceResult:
     """Where ``prompt_logits`` was set: of the prompt's tokens at the positions ``start_position + 1`` and on.
     """
     embedding: tuple[float, ...] | None = None
+    """Of a prompt that is embedded, once its last token has run."""
     block_scores: tuple[tuple[float, ...], ...] = ()
     """The scores of ``score_blocks``, in their order: the smaller, the sooner a block is evicted."""
     error: str | None = None

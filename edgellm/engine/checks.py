@@ -43,10 +43,26 @@ def check_request(request: GenerationRequest, context_length: int, vocab_size: i
         asked = getattr(request, name)
         if asked is not None and not 0 <= asked <= MAX_LOGPROBS:
             raise BadInputError(f"{name} must be from 0 to {MAX_LOGPROBS}, not {asked}")
-    if request.task is not Task.GENERATE:
-        raise BadInputError("this engine does not serve requests with task yet; leave it out")
+    if request.task is Task.EMBED:
+        _check_embedding(request)
     if request.kv_keep is not None and request.kv_keep < 1:
         raise BadInputError(f"kv_keep must be 1 or more tokens, not {request.kv_keep}")
+
+
+def _check_embedding(request: GenerationRequest) -> None:
+    """An embedding is of all its tokens, and one: what would change or multiply an answer is refused."""
+    if request.pooling not in ("mean", "last"):
+        raise BadInputError(f"pooling must be mean or last, not {request.pooling!r}")
+    asked = {
+        "num_samples": request.num_samples != 1,
+        "logprobs": request.logprobs is not None,
+        "prompt_logprobs": request.prompt_logprobs is not None,
+        "constraint": request.constraint is not None,
+        "kv_policy": request.kv_policy != "stop",
+    }
+    wrong = next((name for name, is_asked in asked.items() if is_asked), None)
+    if wrong is not None:
+        raise BadInputError(f"{wrong} says something about an answer, and a text that is embedded has none")
 
 
 def check_eviction(

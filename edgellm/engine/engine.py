@@ -21,6 +21,7 @@ from edgellm.contracts import (
     SequenceStart,
     StepPlan,
     StepResult,
+    Task,
     TokenEvent,
 )
 from edgellm.engine import wording
@@ -138,6 +139,8 @@ class Engine:
         self.validate(request)
         if request.request_id in self._open:
             raise EngineError(f"request {request.request_id!r} is open already")
+        if request.task is Task.EMBED:
+            request = replace(request, speculate=False)
         seed = request.sampling.seed
         if seed is None:
             seed = secrets.randbits(32)
@@ -191,6 +194,9 @@ class Engine:
         room = self.context_length - len(request.prompt_token_ids)
         asked = request.sampling.max_new_tokens
         limit = room if asked is None else min(asked, room)
+        embeds = request.task is Task.EMBED
+        if embeds:
+            limit = 1  # none is drawn; it has no room and no need of one
         constraint = None if request.constraint is None else self._constraints.compile(request.constraint)
         answer = Answer(
             self._make_decoder(request),
@@ -209,6 +215,7 @@ class Engine:
             request.logprobs,
             request.prompt_logprobs if index == 0 else None,
             request.score_from,
+            request.pooling if embeds else None,
         )
         self._next_sequence_id += 1
         sequence = Sequence(
@@ -423,6 +430,9 @@ class Engine:
             "prefill_done": sample.prompt_progress(outcome),
             "prompt_logprobs": result.prompt_logprobs,
         }
+        if result.embedding is not None:
+            sample.first_token_at = now  # its prefill ends here
+            return self._finish(sample, FinishReason.STOP, now, embedding=result.embedding, **fields)
         if not outcome.planned.needs_logits:
             return sample.event(**fields)
         if step is None:

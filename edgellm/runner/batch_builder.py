@@ -49,8 +49,10 @@ def build_batch(
 
 
 def num_logit_rows(sequence: PlannedSequence) -> int:
-    """How many of its last rows need logits: all of a chunk whose prompt is scored, one to draw from and one
-    behind each drafted token."""
+    """How many of its last rows are read: all of a chunk whose prompt is scored, those whose states are
+    pooled, else one to draw from and one behind each drafted token."""
+    if sequence.num_states:
+        return sequence.num_states
     own = len(sequence.token_ids) if sequence.prompt_logits else int(sequence.needs_logits)
     return own + len(sequence.draft_token_ids)
 

@@ -12,6 +12,7 @@ from edgellm.contracts import PlannedSequence, SequenceResult, StepPlan, StepRes
 from edgellm.runner.batch_builder import build_batch, num_logit_rows
 from edgellm.runner.kv_state import KVState
 from edgellm.runner.layer_drafts import Drafted, RunnerDrafter
+from edgellm.runner.pooler import Pooler
 from edgellm.runner.sampler import Draw, Sampler
 from edgellm.speculative.acceptance import COUPLED, num_kept
 from edgellm_kernels.batch import ForwardBatch, KVStorage
@@ -34,8 +35,16 @@ class ForwardModel(Protocol):
         """Runs all layers; the rows whose logits are wanted."""
         ...
 
+    def run_to_states(self, batch: ForwardBatch, kv: Sequence[KVStorage]) -> LastRows:
+        """As ``run``; the rows can be given to ``hidden_states`` too."""
+        ...
+
     def logits(self, rows: LastRows) -> torch.Tensor:
         """Logits [rows, vocab] f32."""
+        ...
+
+    def hidden_states(self, rows: LastRows) -> torch.Tensor:
+        """The states [rows, hidden] f32 that the head reads."""
         ...
 
 
@@ -73,6 +82,7 @@ class ModelRunner:
         self._device: str = getattr(decoder, "batch_device", device)
         f16_kv = any(torch.float16 in (pages.keys.dtype, pages.values.dtype) for pages in kv)
         self._sampler = Sampler(vocab_size, f16_kv=f16_kv, spec_rule=spec_rule)
+        self._pooler = Pooler()
         self._max_rows = max(1, MAX_LOGIT_BYTES // (4 * vocab_size))
         self.row_sink: RowSink | None = None
         """Where there is one it is given every row of logits, and prompts are not scored here."""
@@ -111,8 +121,10 @@ class ModelRunner:
         """Runs one plan. Unusable logits are an error of their sequence; a failing kernel raises."""
         for sequence_id in plan.ended:
             self._sampler.end(sequence_id)
+            self._pooler.end(sequence_id)
         for start in plan.started:
             self._sampler.start(start)
+            self._pooler.start(start)
         with torch.inference_mode():
             tail = self._kv.prepare(plan)
         if not plan.sequences:
@@ -123,14 +135,37 @@ class ModelRunner:
                 drafted = self.drafter.add(plan, self._kv, self._sampler, self._block_size)
             sequences = drafted.sequences
             batch = build_batch(sequences, self._block_size, self._device, tail, self._groups)
-            rows = self._decoder.run(batch, self._kv.storages[: len(self._groups)])
-            drawn, scores = self._last_logits(sequences, rows)
+            pages = self._kv.storages[: len(self._groups)]
+            embedded: dict[int, SequenceResult] = {}
+            if any(s.num_states for s in sequences):
+                embedded, rows = self._embed(sequences, self._decoder.run_to_states(batch, pages))
+            else:
+                rows = self._decoder.run(batch, pages)
+            drawn, scores = self._last_logits([s for s in sequences if not s.num_states], rows)
             draws = self._draw(sequences, drawn)
             results = [
-                self._with_block_scores(s, _result(s, draws.get(s.sequence_id, ()), scores))
+                embedded.get(s.sequence_id)
+                or self._with_block_scores(s, _result(s, draws.get(s.sequence_id, ()), scores))
                 for s in sequences
             ]
         return StepResult(plan.step, tuple(results), drafted.seconds, drafted.passes)
+
+    def _embed(
+        self, sequences: Sequence[PlannedSequence], rows: LastRows
+    ) -> tuple[dict[int, SequenceResult], LastRows]:
+        """By sequence id what the rows of states brought, and the rows that are left for logits."""
+        found: dict[int, SequenceResult] = {}
+        left: list[int] = []
+        for sequence, own in _rows_of(sequences):
+            if not sequence.num_states:
+                left.extend(range(own.start, own.stop))
+                continue
+            states = self._decoder.hidden_states(rows.part(own.start, own.stop))
+            embedding, error = self._pooler.add(sequence, states)
+            found[sequence.sequence_id] = SequenceResult(
+                sequence.sequence_id, (), embedding=embedding, error=error
+            )
+        return found, LastRows(rows.x[left], rows.residual[left])
 
     def _last_logits(
         self, sequences: Sequence[PlannedSequence], rows: LastRows

@@ -82,6 +82,24 @@ class StepProgram:
         self, batch: ForwardBatch, kv: Sequence[KVStorage], skipped: SkippedSubLayers | None = None
     ) -> LastRows:
         """See Decoder.run."""
+        return self._run(batch, kv, skipped, with_logits=batch.logit_rows.shape[0] <= _MAX_READY_ROWS)
+
+    def run_to_states(self, batch: ForwardBatch, kv: Sequence[KVStorage]) -> LastRows:
+        """See Decoder.run_to_states."""
+        return self._run(batch, kv, None, with_logits=False)
+
+    def hidden_states(self, rows: LastRows) -> torch.Tensor:
+        """See Decoder.hidden_states."""
+        return self.decoder.hidden_states(rows)
+
+    def _run(
+        self,
+        batch: ForwardBatch,
+        kv: Sequence[KVStorage],
+        skipped: SkippedSubLayers | None,
+        *,
+        with_logits: bool,
+    ) -> LastRows:
         left_out = self._bits(skipped) if skipped is not None and len(skipped) else None
         decoder = self.decoder
         embedded = None
@@ -89,7 +107,6 @@ class StepProgram:
             embedded = decoder.kernels.embed(
                 batch.token_ids, decoder.weights.embedding, decoder.spec.embedding_scale
             )
-        with_logits = batch.logit_rows.shape[0] <= _MAX_READY_ROWS
         angles = self._own_angles(batch) if self._turns_by_length else ()
         out = self.native.run(batch, kv, embedded, angles, with_logits=with_logits, skipped=left_out)
         if not with_logits:

@@ -59,10 +59,12 @@ def prefill_order(
 def kv_salt(sequence: Sequence) -> str:
     """The salt under which a sequence's blocks are shared; the word before the colon keeps kinds apart.
 
-    K of the rope's two scalings are of no use to each other, and a prompt whose tokens are scored must run.
+    K of the rope's two scalings are of no use to each other, and a prompt whose tokens are scored or pooled
+    must run.
     """
-    scored = f"scored-{sequence.sequence_id}-" if sequence.start.prompt_logprobs is not None else ""
-    return scored + shared_salt(sequence.salt, is_short=sequence.rope_is_short)
+    must_run = sequence.start.prompt_logprobs is not None or sequence.start.pooling is not None
+    own = f"own-{sequence.sequence_id}-" if must_run else ""
+    return own + shared_salt(sequence.salt, is_short=sequence.rope_is_short)
 
 
 def shared_salt(salt: str, *, is_short: bool) -> str:

@@ -308,9 +308,10 @@ class Scheduler:
                     start_position=start,
                     block_tables=self._kv.tables(sequence.sequence_id),
                     is_prefill=sequence.num_answered == 0 or end < sequence.total or end - start > 1,
-                    needs_logits=end == sequence.total,
+                    needs_logits=end == sequence.total and sequence.start.pooling is None,
                     draft_limit=chosen.draft_limit,
                     total_length=sequence.total,
+                    num_states=sequence.num_states(start, end),
                     prompt_logits=sequence.needs_scores(start, end),
                     score_blocks=self._roster.score_blocks(sequence, end),
                 )
@@ -466,7 +467,7 @@ class Scheduler:
             computed = sequence.computed
             self.finish(sequence.sequence_id)
             return Outcome(sequence.sequence_id, planned, brought, computed, is_prompt)
-        if planned.needs_logits and not brought.token_ids and brought.embedding is None:
+        if planned.needs_logits and not brought.token_ids:
             raise EngineError(f"sequence {sequence.sequence_id} needed a token and its step brought none")
         if len(brought.token_ids) > (planned.draft_limit + 1 if planned.needs_logits else 0):
             raise EngineError(

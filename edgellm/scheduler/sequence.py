@@ -118,6 +118,12 @@ class Sequence:
         coming = sum(max(map(len, planned.score_blocks), default=0) for planned in self.in_flight)
         return range(len(self.block_scores) + coming, end // self.eviction.block_size)
 
+    def num_states(self, start: int, end: int) -> int:
+        """Of how many of the last positions from ``start`` to ``end`` the hidden states are pooled."""
+        if self.start.pooling is None:
+            return 0
+        return end - start if self.start.pooling == "mean" else int(end == self.prompt_length)
+
     def needs_scores(self, start: int, end: int) -> bool:
         """Whether running positions ``start`` to ``end`` scores prompt tokens that were not scored yet."""
         if self.start.prompt_logprobs is None:

@@ -18,6 +18,7 @@ from edgellm_models.errors import (
 
 RETRY_LOADING_S = 2
 RETRY_FULL_S = 1
+RETRY_ENDING_S = 10
 MAX_MESSAGE_CHARS = 2000
 
 
@@ -61,6 +62,16 @@ def loading(detail: str = "the model is still loading") -> ApiError:
         kind="service_unavailable",
         code="loading",
         retry_after_s=RETRY_LOADING_S,
+    )
+
+
+def shutting_down() -> ApiError:
+    return ApiError(
+        503,
+        "the server is ending; try again when it is back",
+        kind="service_unavailable",
+        code="shutting_down",
+        retry_after_s=RETRY_ENDING_S,
     )
 
 

@@ -247,20 +247,30 @@ def raise_failure(choice: Choice) -> None:
     finished = choice.finished
     assert finished is not None
     if finished.reason is FinishReason.ERROR:
-        error = finished.error or "the engine failed"
-        if is_out_of_memory(error):
-            raise ApiError(
-                503, error, kind="service_unavailable", code="out_of_memory", retry_after_s=RETRY_FULL_S
-            )
-        raise ApiError(500, error, kind="server_error", code="engine_error")
+        raise engine_failure(finished.error)
     if choice.timed_out and not finished.usage.completion_tokens:
-        raise ApiError(
-            503,
-            "the request was out of time (--request-timeout) before its answer began",
-            kind="service_unavailable",
-            code="request_timeout",
-            retry_after_s=RETRY_FULL_S,
+        raise out_of_time()
+
+
+def engine_failure(error: str | None) -> ApiError:
+    """What an error of the engine is to a client: its memory did not suffice, or something broke."""
+    error = error or "the engine failed"
+    if is_out_of_memory(error):
+        return ApiError(
+            503, error, kind="service_unavailable", code="out_of_memory", retry_after_s=RETRY_FULL_S
         )
+    return ApiError(500, error, kind="server_error", code="engine_error")
+
+
+def out_of_time() -> ApiError:
+    """A request whose time ended before its answer began."""
+    return ApiError(
+        503,
+        "the request was out of time (--request-timeout) before its answer began",
+        kind="service_unavailable",
+        code="request_timeout",
+        retry_after_s=RETRY_FULL_S,
+    )
 
 
 def finish_word(finished: Finished) -> str:

@@ -7,14 +7,14 @@ import contextlib
 import enum
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from edgellm.chat.request import chat_encoder
 from edgellm.contracts import ModelInfo, Notice, SamplingParams
 from edgellm.engine.async_engine import AsyncEngine
 from edgellm.log import log_notice
-from edgellm.server.api_errors import ApiError, loading, queue_full
+from edgellm.server.api_errors import ApiError, loading, queue_full, shutting_down
 from edgellm_models.errors import BadInputError, EdgeLLMError
 from edgellm_models.tokenizer.base import Tokenizer
 from edgellm_models.tokenizer.chat_encoding import ChatEncoder
@@ -49,8 +49,6 @@ class ServedModel:
     """Answers that run at once; more wait."""
     kv_policy: str = "stop"
     vocab_size: int = 0
-    embed: Callable[[Sequence[int], str, Callable[[], bool]], list[float]] | None = None
-    """Ids and pooling to a vector; from a worker thread. The last says whether somebody still waits."""
     template_error: str | None = None
     """Why its chat template cannot be used."""
     close: Callable[[], None] = lambda: None
@@ -158,13 +156,7 @@ class ModelHost:
             except TimeoutError:
                 raise loading("the model is loaded again after a pause") from None
         if self.state is State.DRAINING:
-            raise ApiError(
-                503,
-                "the server is ending; try again when it is back",
-                kind="service_unavailable",
-                code="shutting_down",
-                retry_after_s=10,
-            )
+            raise shutting_down()
         if self.state is State.FAILED:
             raise ApiError(
                 503,

@@ -245,7 +245,6 @@ REFUSALS = {
     "415": "The body is no JSON.",
     "429": "The queue is full.",
     "500": "The engine failed in this request.",
-    "501": "This model cannot do that.",
     "503": "The model is loading.",
 }
 

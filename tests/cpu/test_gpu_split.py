@@ -19,7 +19,7 @@ from edgellm.cli.gpu_split import (
 )
 from edgellm.cli.runtime import load_runtime
 from edgellm.config import EngineConfig
-from edgellm.contracts import GenerationRequest, SamplingParams
+from edgellm.contracts import GenerationRequest, SamplingParams, Task
 from edgellm_models.checkpoint import open_checkpoint
 from edgellm_models.errors import BadInputError, ResourceError
 from tests.support.engines import load_engine, run_all
@@ -85,8 +85,9 @@ def test_a_runtime_in_two_parts_answers_as_in_one(tmp_path: Path, monkeypatch: p
     runtime = load_runtime(resolved, path, "tiny")
     assert any(notice.kind == "gpu_layers" for notice in runtime.notices)
     assert [result.token_ids for result in run_all(runtime.core, requests)] == expected
-    with pytest.raises(BadInputError, match="embeds no texts"):
-        runtime.embed([1, 2], "mean")
+    embeds = [GenerationRequest("e", tuple(range(5, 95)), task=Task.EMBED)]
+    whole = run_all(load_engine(path, kv="int8", kernels="torch").engine, embeds)[0].events[-1].embedding
+    assert whole is not None and run_all(runtime.core, embeds)[0].events[-1].embedding == whole
     runtime = load_runtime(dataclasses.replace(resolved, spec="skip"), path, "tiny")
     [notice] = [notice for notice in runtime.notices if notice.kind == "spec_skip_off"]
     assert "--gpu-layers" in notice.detail

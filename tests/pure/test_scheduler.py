@@ -40,6 +40,32 @@ def test_free_slots_are_filled_at_once() -> None:
     assert static == 200
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("num_blocks", [12, 64])
+def test_embedded_texts_run_beside_answers_draw_nothing_and_reuse_nothing(
+    depth: int, num_blocks: int
+) -> None:
+    """Every row of theirs runs, the second time too; where blocks are short they wait or begin again."""
+    schedule = Schedule(Setup(num_blocks=num_blocks, depth=depth, prefill_chunk=8, token_budget=16))
+    texts = [prompt(33), prompt(33), prompt(1, 1), prompt(8, 2)]
+    answers = [schedule.add(prompt(9, 3 + i), 12) for i in range(2)]
+    embedded = [schedule.add(ids, 1, pooling="mean", priority=1) for ids in texts]
+    schedule.run()
+    for sequence_id, ids in zip(embedded, texts, strict=True):
+        assert schedule.answers[sequence_id] == [] and sequence_id in schedule.finished_at
+        rows = {
+            s.start_position + i
+            for plan in schedule.plans
+            for s in plan.sequences
+            if s.sequence_id == sequence_id
+            for i in range(len(s.token_ids))
+        }
+        assert rows == set(range(len(ids)))
+        assert schedule.sequences[sequence_id].cached_tokens == 0
+    for i, sequence_id in enumerate(answers):
+        assert schedule.answers[sequence_id] == answer_alone(prompt(9, 3 + i), 12)
+
+
 def test_the_shortest_prefill_goes_first_in_one_slot() -> None:
     """Requests of 100, 10 and 10 steps end after 50 on average; in order of arrival it would be 110."""
     schedule = Schedule(Setup(max_running=1, token_budget=4, prefill_chunk=4, num_blocks=256))
@@ -414,7 +440,7 @@ def test_salts_of_different_kinds_never_meet() -> None:
         sequence.rope_is_short = short
         return kv_salt(sequence)
 
-    texts = ["", "a", "long:a", "short:", "scored-3-short:a"]
+    texts = ["", "a", "long:a", "short:", "own-3-short:a"]
     plain = [salt(t, short=short, scored=False) for t in texts for short in (True, False)]
     scored = [salt(t, short=True, scored=True) for t in texts for _ in range(2)]
     assert len(set(plain + scored)) == len(plain + scored)

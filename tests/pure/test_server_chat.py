@@ -8,7 +8,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -650,54 +650,104 @@ def test_tokenizer_and_template_endpoints(running: Running) -> None:
             assert client.post(path, json=body).status_code == 400, (path, body)
 
 
-def test_texts_are_embedded_one_at_a_time_and_only_while_somebody_waits() -> None:
-    """Each takes memory of its own while it runs, so a second client waits, and one that left frees it."""
-    running, most, ended, encoded = 0, 0, [], []
-    begun, go_on = threading.Event(), threading.Event()
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_texts_are_embedded_by_the_engine_in_their_order(pooling: str) -> None:
+    """Many at once, more than run and than may wait: one client's work does not fill the queue."""
+    texts = [f"{'x' * (7 * i % 23)}{i}" for i in range(40)]
+    with serving(lambda: scripted_model(max_running=3), queue=1) as found, http(found.address) as client:
+        body = client.post("/v1/embeddings", json={"input": texts, "pooling": pooling}).json()
+        for index, (text, row) in enumerate(zip(texts, body["data"], strict=True)):
+            data = text.encode()
+            first = sum(data) / len(data) if pooling == "mean" else data[-1]
+            assert (row["index"], row["embedding"]) == (index, [first, len(data)])
+        assert body["usage"]["prompt_tokens"] == sum(map(len, texts))
+        metrics = client.get("/metrics").text
+        assert 'requests_total{status="stop"} 1' in metrics
+        assert f"edgellm_prompt_tokens_total {sum(map(len, texts))}" in metrics
+        status = client.get("/v1/edge/status").json()["stats"]["kv_blocks"]
+        assert status["used"] == status["shared"] == 0
 
-    def embed(ids: Sequence[int], pooling: str, is_wanted: Callable[[], bool]) -> list[float]:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        begun.set()
-        until(lambda: go_on.is_set() or not is_wanted())
-        ended.append((len(ids), is_wanted()))
-        running -= 1
-        return [float(len(ids))]
+
+def test_a_text_that_is_too_long_or_a_vector_of_another_size_is_400_by_name(running: Running) -> None:
+    cases: list[tuple[dict[str, Any], str, str | None]] = [
+        ({"input": "x" * 5000}, "input", "context_length_exceeded"),
+        ({"input": ["a", "x" * 5000]}, "input.1", "context_length_exceeded"),
+        ({"input": ["a", "b"], "dimensions": 7}, "dimensions", None),
+        ({"input": []}, "input", None),
+        ({"input": [99999]}, "input", None),
+        ({"input": "a", "pooling": "max"}, "pooling", None),
+        ({"input": "a", "encoding_format": "hex"}, "encoding_format", None),
+    ]
+    for body, param, code in cases:
+        response = post(running, body, "/v1/embeddings")
+        assert response.status_code == 400, body
+        error = error_of(response)
+        assert (error["param"], error["code"]) == (param, code)
+        if code:
+            assert "5000" in error["message"] and "4096" in error["message"]
+    assert post(running, {"input": "x" * 4096}, "/v1/embeddings").status_code == 200
+
+
+def test_a_chat_goes_on_while_texts_are_embedded_and_texts_end_with_their_client() -> None:
+    """Long texts run in chunks beside the chat's tokens; a client that leaves ends those of its own."""
+    gate = StepGate()
 
     def make() -> Scripted:
-        found = scripted_model()
-        found.model.embed = embed
-        encode = found.model.tokenizer.encode
+        return scripted_model(says("z" * 3000), gate=gate, max_running=8)
 
-        def counted(text: str, **fields: Any) -> list[int]:
-            encoded.append(text)
-            return encode(text, **fields)
+    with serving(make) as found, http(found.address) as client:
+        core, engine = found.scripted.core, found.scripted.model.engine
+        with client.stream("POST", "/v1/chat/completions", json=chat_body(stream=True)) as chat:
+            events = (json.loads(line[5:]) for line in chat.iter_lines() if line.startswith("data: {"))
+            next(events)
+            port = int(found.address.rpartition(":")[2])
+            body = json.dumps({"input": ["x" * 4000] * 30}).encode()
+            head = "POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            with socket.create_connection(("127.0.0.1", port)) as leaving:
+                leaving.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
 
-        found.model.tokenizer.encode = counted  # type: ignore[method-assign]
+                def embedding_runs() -> bool:
+                    gate.let()
+                    return any(
+                        s.num_states for plan in found.scripted.runner.plans for s in plan.sequences
+                    )
+
+                until(embedding_runs)
+                for _ in range(20):  # each token of the chat comes although texts are not done
+                    gate.let()
+                    next(events)
+                assert len(core._samples) > 1
+            gate.open()
+            until(lambda: len(core._samples) <= 1)
+            assert 'requests_total{status="cancelled"} 1' in client.get("/metrics").text
+        until(lambda: not engine.call(core.has_work))
+        assert engine.stats().kv_blocks["used"] == 0
+        engine.call(core.check_integrity)
+
+
+def test_texts_out_of_time_or_memory_are_503_and_a_failed_step_500() -> None:
+    def clock() -> float:
+        """An hour and more goes by with the first step."""
+        made = found.runner.plans if found is not None else ()
+        return time.monotonic() + (4000 if made else 0)
+
+    found: Scripted | None = None
+
+    def make() -> Scripted:
+        nonlocal found
+        found = scripted_model(clock=clock)
         return found
 
-    with serving(make) as found:
-        port = int(found.address.rpartition(":")[2])
-        body = b'{"input": "left"}'
-        head = "POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        with socket.create_connection(("127.0.0.1", port)) as leaving:
-            leaving.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            assert begun.wait(WAIT_S)
-        until(lambda: ended == [(4, False)])
-        answers: list[Any] = []
-        threads = [
-            threading.Thread(target=lambda: answers.append(post(found, {"input": "abc"}, "/v1/embeddings")))
-            for _ in range(5)
-        ]
-        for thread in threads:
-            thread.start()
-        until(lambda: len(encoded) == 6)  # all are there, and nothing comes between this and their turn
-        go_on.set()
-        for thread in threads:
-            thread.join()
-        assert [a.json()["data"][0]["embedding"] for a in answers] == [[3.0]] * 5
-        assert most == 1 and ended[1:] == [(3, True)] * 5
+    with serving(make, request_timeout_s=3600.0) as late:
+        refused = post(late, {"input": ["x" * 900, "y"]}, "/v1/embeddings")
+        assert refused.status_code == 503 and error_of(refused)["code"] == "request_timeout"
+    with serving(lambda: scripted_model(num_blocks=8)) as small:
+        refused = post(small, {"input": "x" * 900}, "/v1/embeddings")
+        assert refused.status_code == 503 and error_of(refused)["code"] == "out_of_memory"
+        assert post(small, {"input": "x" * 20}, "/v1/embeddings").status_code == 200
+    with serving(lambda: scripted_model(raise_at_step=0)) as broken:
+        refused = post(broken, {"input": "abc"}, "/v1/embeddings")
+        assert refused.status_code == 500 and "fire" in error_of(refused)["message"]
 
 
 def test_a_base_model_completes_but_does_not_chat() -> None:

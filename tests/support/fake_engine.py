@@ -91,6 +91,7 @@ class FakeRunner:
     prompts: dict[int, tuple[int, ...]] = field(default_factory=dict)
     answers: dict[int, list[int]] = field(default_factory=dict)
     committed: dict[int, int] = field(default_factory=dict)
+    poolings: dict[int, str | None] = field(default_factory=dict)
 
     def execute(self, plan: StepPlan) -> StepResult:
         if self.delay_s:
@@ -101,10 +102,12 @@ class FakeRunner:
         for ended in plan.ended:
             del self.prompts[ended], self.answers[ended]
             self.committed.pop(ended, None)
+            self.poolings.pop(ended, None)
         for start in plan.started:
             assert start.sequence_id not in self.prompts
             self.prompts[start.sequence_id] = start.prompt_token_ids
             self.answers[start.sequence_id] = []
+            self.poolings[start.sequence_id] = start.pooling
         return StepResult(plan.step, tuple(self._result(s) for s in plan.sequences))
 
     def _result(self, planned: PlannedSequence) -> SequenceResult:
@@ -117,9 +120,15 @@ class FakeRunner:
         for table in planned.block_tables:
             for position in range(planned.start_position, end):
                 assert table[position // self.block_size] >= 0
-        assert planned.needs_logits == (end == len(tokens))
+        pooling = self.poolings.get(sid)
+        assert planned.needs_logits == (end == len(tokens) and pooling is None)
         self.committed[sid] = end
         scores = tuple(tuple(0.0 for _ in blocks) for blocks in planned.score_blocks)
+        if pooling is not None:  # what is pooled is the id itself, and how many there were
+            at_end = end == len(prompt)
+            assert planned.num_states == (len(planned.token_ids) if pooling == "mean" else at_end)
+            values = (sum(prompt) / len(prompt) if pooling == "mean" else prompt[-1], len(prompt))
+            return SequenceResult(sid, (), embedding=tuple(map(float, values)) if at_end else None)
         if not planned.needs_logits:
             return SequenceResult(sid, (), block_scores=scores)
         if self.error_at is not None and len(answer) >= self.error_at:

@@ -198,7 +198,9 @@ class PagedFakeRunner:
         assert len(known) == count, "a token is run that does not exist yet"
         assert all(p in (t, PENDING) for p, t in zip(planned.token_ids, known, strict=True))
         assert PENDING not in planned.token_ids[:-1]
-        assert planned.needs_logits == (end == len(state.token_ids))
+        pools = state.start.pooling
+        assert planned.needs_logits == (end == len(state.token_ids) and pools is None)
+        assert planned.num_states == (0 if pools is None else count)
         assert planned.total_length == len(state.token_ids)
         is_long = self.rope_switch_length is not None and planned.total_length > self.rope_switch_length
         state.see(start, end, self._missing(planned))
@@ -215,6 +217,10 @@ class PagedFakeRunner:
                     f"step {len(self.plans) - 1}: group {group} position {position} of sequence "
                     f"{planned.sequence_id} holds another KV"
                 )
+        if pools is not None:
+            done = end == len(state.token_ids)
+            assert not planned.draft_limit
+            return SequenceResult(planned.sequence_id, (), embedding=(float(end),) if done else None)
         if not planned.needs_logits:
             assert not planned.draft_limit
             return SequenceResult(

@@ -101,12 +101,19 @@ class Schedule:
         *,
         sample: int = 0,
         prompt_logprobs: int | None = None,
+        pooling: str | None = None,
         arrival: float | None = None,
         **fields: object,
     ) -> Sequence:
         """A sequence with the next id, not added yet."""
         start = SequenceStart(
-            self._next_id, tuple(prompt), SamplingParams(), 1, sample, prompt_logprobs=prompt_logprobs
+            self._next_id,
+            tuple(prompt),
+            SamplingParams(),
+            1,
+            sample,
+            prompt_logprobs=prompt_logprobs,
+            pooling=pooling,
         )
         self._next_id += 1
         when = self.clock.now if arrival is None else arrival
@@ -152,7 +159,8 @@ class Schedule:
             self.errors[sequence_id] = outcome.result.error
             return
         self.answers[sequence_id].extend(outcome.result.token_ids)
-        if len(self.answers[sequence_id]) >= self.sequences[sequence_id].max_new_tokens:
+        is_embedded = outcome.result.embedding is not None
+        if is_embedded or len(self.answers[sequence_id]) >= self.sequences[sequence_id].max_new_tokens:
             self.scheduler.finish(sequence_id)
             self.finished_at[sequence_id] = len(self.plans)
 

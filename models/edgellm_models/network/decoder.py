@@ -105,6 +105,11 @@ class Decoder:
         with torch.no_grad():
             return self._run(batch, kv, skipped)
 
+    def run_to_states(self, batch: ForwardBatch, kv: Sequence[KVStorage]) -> LastRows:
+        """``run`` for rows whose hidden states are wanted: what replaces ``run`` by something that ends with
+        logits must not replace this."""
+        return Decoder.run(self, batch.to(self.kernels.device), kv)
+
     def sub_layer_changes(self, batch: ForwardBatch, kv: Sequence[KVStorage]) -> dict[tuple[str, int], float]:
         """By ("attention" or "feed_forward", layer) the mean over the batch's tokens of
         |h_l - h_(l-1)| / |h_(l-1)|, h being the residual stream; the last feed-forward is left out."""

@@ -41,6 +41,14 @@ class SplitDecoder:
         there = last.kernels.device
         return last.run_from(batch.to(there), [parts[1] for parts in pages], stream.to(there))
 
+    def run_to_states(self, batch: ForwardBatch, kv: Sequence[KVStorage]) -> LastRows:
+        """See Decoder.run_to_states."""
+        return self.run(batch, kv)
+
+    def hidden_states(self, rows: LastRows) -> torch.Tensor:
+        """See Decoder.hidden_states."""
+        return self.parts[1].hidden_states(rows)
+
     def logits(self, rows: LastRows) -> torch.Tensor:
         """See Decoder.logits."""
         return self.parts[1].logits(rows)
