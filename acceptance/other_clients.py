@@ -1,4 +1,4 @@
-"""Clients that nobody here wrote against the server: an older openai, llama-benchy, lm-evaluation-harness.
+"""Clients that nobody here wrote against the server: llama-benchy, lm-evaluation-harness.
 
 Each is installed into an environment of its own in a temporary folder (EDGELLM_TEST_CLIENTS keeps them in a
 folder of yours and uses them again), so the package index must be within reach.
@@ -21,12 +21,10 @@ from typing import Any
 from acceptance.harness import Figure, version
 from acceptance.server_peer import started
 from tests.support.command_line import ROOT
-from tests.support.other_environment import make_environment, output
+from tests.support.other_environment import make_environment
 from tests.support.real_models import real_model
 
 MODEL = os.environ.get("EDGELLM_TEST_SERVED_MODEL", "smollm2-135m")
-OLDER_OPENAI = "openai<3"
-OPENAI_TESTS = ["tests/cpu/test_server_models.py", "-k", "openai_client", "-q", "-p", "no:cacheprovider"]
 LM_EVAL_TASK = ROOT / "acceptance" / "lm_eval"
 PROMPT_TOKENS, NEW_TOKENS, CONCURRENT = 256, 32, (1, 4)
 
@@ -36,7 +34,6 @@ def run() -> Iterator[Figure]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         kept = Path(os.environ.get("EDGELLM_TEST_CLIENTS") or folder)
-        yield _older_openai(kept)
         tokenizer = folder / "tokenizer"
         _write_tokenizer(path, tokenizer)
         command = [sys.executable, "-m", "edgellm", "serve", str(path), "--port", "0", "--json"]
@@ -49,7 +46,7 @@ def run() -> Iterator[Figure]:
             process.wait(30)
 
 
-def _programs(kept: Path, name: str, *requirements: str) -> Path:
+def client_programs(kept: Path, name: str, *requirements: str) -> Path:
     """The folder with the programs of a client, which is installed unless it is there."""
     folder = kept / name
     if not folder.exists():
@@ -57,24 +54,9 @@ def _programs(kept: Path, name: str, *requirements: str) -> Path:
     return folder / ("Scripts" if sys.platform == "win32" else "bin")
 
 
-def _older_openai(kept: Path) -> Figure:
-    """The tests of the openai client, run with its previous major version."""
-    python = str(_programs(kept, "openai", OLDER_OPENAI) / "python")
-    tried = output([python, "-c", "import openai; print(openai.__version__)"])
-    done = subprocess.run([python, "-m", "pytest", *OPENAI_TESTS], cwd=ROOT, capture_output=True, text=True)
-    here = version("openai")
-    return Figure(
-        f"tests of the openai client with openai {tried}",
-        done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr[-300:],
-        f"(installed here: {here})",
-        "passed, with another major version",
-        done.returncode == 0 and tried.split(".")[0] != here.split(".")[0],
-    )
-
-
 def _llama_benchy(kept: Path, address: str, tokenizer: Path, folder: Path) -> Iterator[Figure]:
     """Its figures. It calls the first chunk a response; a first token is the first text."""
-    programs = _programs(kept, "llama-benchy", "llama-benchy")
+    programs = client_programs(kept, "llama-benchy", "llama-benchy")
     result = folder / "benchy.json"
     with _Book(folder) as book:
         command = [str(programs / "llama-benchy"), "--base-url", f"{address}/v1", "--model", MODEL]
@@ -113,7 +95,7 @@ def _llama_benchy(kept: Path, address: str, tokenizer: Path, folder: Path) -> It
 
 def _lm_eval(kept: Path, address: str, tokenizer: Path, path: Path, folder: Path) -> Figure:
     """A small task of its own through local-completions, beside transformers' answers to the same."""
-    programs = _programs(kept, "lm-eval", "lm-eval[api]")
+    programs = client_programs(kept, "lm-eval", "lm-eval[api]")
     model = f"model={MODEL},base_url={address}/v1/completions,tokenizer={tokenizer},num_concurrent=4"
     command = [str(programs / "lm-eval"), "run", "--model", "local-completions", "--model_args", model]
     command += ["--tasks", "facts", "--include_path", str(LM_EVAL_TASK), "--output_path", str(folder / "out")]

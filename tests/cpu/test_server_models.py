@@ -1,34 +1,21 @@
-"""The server over real small models: the openai client on both kinds of address, logprobs, embeddings."""
+"""The server over small models: schemas, logprobs, embeddings, chats whose KV is reused."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.support.bigram import make_bigram
+from tests.support.openai_cases import HELLO
 from tests.support.schemas import is_valid, schemas
-from tests.support.served import MODEL, TEMPLATE, Running, http, loaded_model, serving
+from tests.support.served import TEMPLATE, Running, http, loaded_model, serving
 from tests.support.tiny_models import make_tiny
 from tests.support.transformers_oracle import transformers_model
-
-CITY = {
-    "type": "object",
-    "properties": {
-        "city": {"enum": ["Ulm", "Bonn"]},
-        "days": {"type": "integer", "minimum": 1, "maximum": 9},
-    },
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
-TOOL: Any = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
-HELLO: Any = [{"role": "user", "content": "hello there"}]
 
 
 @pytest.fixture(scope="module")
@@ -40,100 +27,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def running(tiny: Path) -> Iterator[Running]:
     with serving(lambda: loaded_model(tiny, kernels="torch")) as found:
         yield found
-
-
-@pytest.fixture(scope="module")
-def on_socket(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    uds = tmp_path_factory.mktemp("s") / "own" / "s"
-    with serving(lambda: loaded_model(tiny, kernels="torch"), uds=uds) as found:
-        yield found
-
-
-def openai_client(running: Running, **fields: Any) -> Any:
-    """A client of any major version (acceptance/other_clients.py tries an older one)."""
-    import openai
-
-    if running.address.startswith("unix:"):
-        # The HTTP library that this version of the client is built on.
-        library = sys.modules[openai.DefaultHttpxClient.__base__.__module__]
-        transport = library.HTTPTransport(uds=running.address.removeprefix("unix:"))
-        fields["http_client"] = openai.DefaultHttpxClient(transport=transport)
-        return openai.OpenAI(base_url="http://localhost/v1", api_key="none", max_retries=0, **fields)
-    return openai.OpenAI(base_url=running.url, api_key="none", max_retries=0, **fields)
-
-
-@pytest.mark.parametrize("where", ["running", "on_socket"])
-def test_the_openai_client(where: str, request: pytest.FixtureRequest) -> None:
-    """One list over TCP and over the unix socket: what programs written for the API do."""
-    import openai
-
-    running: Running = request.getfixturevalue(where)
-    client = openai_client(running)
-    assert [model.id for model in client.models.list()] == [MODEL]
-    asked = {"model": MODEL, "messages": HELLO, "seed": 7, "max_tokens": 12}
-    answer = client.chat.completions.create(**asked, n=2)
-    assert [choice.index for choice in answer.choices] == [0, 1]
-    assert answer.choices[0].finish_reason == "length" and answer.usage.completion_tokens == 24
-
-    chunks = list(
-        client.chat.completions.create(**asked, n=2, stream=True, stream_options={"include_usage": True})
-    )
-    for index in range(2):
-        parts = [
-            c.choices[0].delta.content or "" for c in chunks if c.choices and c.choices[0].index == index
-        ]
-        assert "".join(parts) == answer.choices[index].message.content
-    assert chunks[-1].usage == answer.usage or chunks[-1].usage.completion_tokens == 24
-
-    text = answer.choices[0].message.content
-    stopped = client.chat.completions.create(**asked, stop=[text[3:6]])
-    assert stopped.choices[0].message.content == text[: text.index(text[3:6])]
-    assert stopped.choices[0].finish_reason == "stop"
-
-    called = client.chat.completions.create(
-        **{**asked, "max_tokens": 200},
-        tools=[TOOL],
-        tool_choice={"type": "function", "function": {"name": "weather"}},
-    )
-    [call] = called.choices[0].message.tool_calls
-    assert called.choices[0].finish_reason == "tool_calls" and call.function.name == "weather"
-    assert is_valid(CITY, call.function.arguments) and not called.choices[0].message.content
-    streamed = client.chat.completions.create(
-        **{**asked, "max_tokens": 200}, tools=[TOOL], tool_choice="required", stream=True
-    )
-    deltas = [c.choices[0].delta for c in streamed]
-    arguments = "".join(t.function.arguments or "" for d in deltas for t in d.tool_calls or ())
-    assert is_valid(CITY, arguments) and not any(d.content for d in deltas)
-
-    wrong = [
-        (openai.NotFoundError, {"model": "other"}, "model_not_found"),
-        (openai.BadRequestError, {"temperature": -1}, None),
-        (
-            openai.BadRequestError,
-            {"messages": [{"role": "user", "content": "x " * 3000}]},
-            "context_length_exceeded",
-        ),
-    ]
-    for kind, fields, code in wrong:
-        with pytest.raises(kind) as caught:
-            client.chat.completions.create(**{**asked, **fields})
-        assert caught.value.code == code and caught.value.body["message"]
-
-    legacy = client.completions.create(model=MODEL, prompt=["one", "two"], max_tokens=3, seed=1, logprobs=2)
-    assert len(legacy.choices) == 2 and len(legacy.choices[0].logprobs.token_logprobs) == 3
-
-    response = client.responses.create(model=MODEL, input="hello there", max_output_tokens=12)
-    assert response.status == "incomplete" and response.output_text
-    kinds = [
-        e.type for e in client.responses.create(model=MODEL, input=HELLO, max_output_tokens=3, stream=True)
-    ]
-    assert kinds[0] == "response.created" and kinds[-1] == "response.incomplete"
-    assert "response.output_text.delta" in kinds
-
-    vector = client.embeddings.create(model=MODEL, input="hello there").data[0].embedding
-    assert len(vector) == 64 and all(math.isfinite(v) for v in vector)
-    with pytest.raises(openai.APITimeoutError):
-        openai_client(running, timeout=0.001).chat.completions.create(**asked)
 
 
 def test_answers_keep_to_random_schemas(running: Running) -> None:
