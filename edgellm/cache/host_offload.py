@@ -40,7 +40,7 @@ def offload(manager: KVManager, sequence: SequenceBlocks) -> list[HostCopy] | No
         dead = max(sequence.first_live[group], min(manager.dead_blocks(group, sequence.committed), kept))
         sequence.evicted[group].difference_update(range(dead))
         sequence.first_live[group] = dead
-    sequence.host = host
+    sequence.host, sequence.shown = host, None
     sequence.grown = sequence.committed
     return copies
 
@@ -74,6 +74,7 @@ def restore(manager: KVManager, sequence: SequenceBlocks) -> list[HostCopy] | No
                 copies.append(HostCopy(group, block, host_block, False, manager.next_copy()))
                 table.append(block)
         sequence.tables[group] = table
+    sequence.shown = None
     free_host(manager, sequence)
     for i in range(len(sequence.chain)):
         manager.publish(sequence, i)

@@ -85,6 +85,8 @@ def _check_hashes(manager: KVManager) -> None:
 
 
 def _check_place(manager: KVManager, sequence: SequenceBlocks) -> None:
+    shown = sequence.shown
+    assert shown is None or shown == tuple(map(tuple, sequence.tables)), "I9: plans name other blocks"
     if sequence.host is None:
         return
     assert not any(sequence.tables), "I13: an offloaded sequence has device blocks"

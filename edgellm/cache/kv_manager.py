@@ -202,8 +202,13 @@ class KVManager:
         """
         sequence = self._resident(sequence_id)
         length = max(length, sequence.committed)
+        if self._has_slots(sequence, length):
+            sequence.grown = length
+            self._searches.forget(sequence_id)
+            return []
         if not self.can_grow(sequence_id, length):
             return None
+        sequence.shown = None
         copies = []
         for group, pool in enumerate(self.pools):
             table = sequence.tables[group]
@@ -225,6 +230,19 @@ class KVManager:
         sequence.grown = length
         self._searches.forget(sequence_id)
         return copies
+
+    def _has_slots(self, sequence: SequenceBlocks, length: int) -> bool:
+        """Whether ``grow`` has nothing to take, to give back or to copy, as in most steps of one token."""
+        committed, size = sequence.committed, self.block_size
+        wanted, (current, offset) = -(-length // size), divmod(committed, size)
+        for group, table in enumerate(sequence.tables):
+            if len(table) != wanted or self.dead_blocks(group, committed) > sequence.first_live[group]:
+                return False
+            if offset and length > committed:
+                pool, block = self.pools[group], table[current]
+                if pool.ref_count(block) > 1 or pool.is_hashed(block):
+                    return False
+        return True
 
     def dead_blocks(self, group: int, committed: int) -> int:
         """How many leading blocks no query can see any more, not even after a rollback of the lookahead."""
@@ -314,6 +332,7 @@ class KVManager:
         if not dropped:
             return
         self.pools[group].free(table[i] for i in dropped)
+        sequence.shown = None
         for i in dropped:
             table[i] = NULL_BLOCK
         sequence.evicted[group].update(dropped)
@@ -355,8 +374,12 @@ class KVManager:
         return self._get(sequence_id).host is not None
 
     def tables(self, sequence_id: int) -> tuple[tuple[int, ...], ...]:
-        """Per group, block ids by block index; -1 is a block behind the window or an evicted one."""
-        return tuple(tuple(table) for table in self._resident(sequence_id).tables)
+        """Per group, block ids by block index; -1 is a block behind the window or an evicted one. The very
+        same tuples as before where nothing has changed."""
+        sequence = self._resident(sequence_id)
+        if sequence.shown is None:
+            sequence.shown = tuple(tuple(table) for table in sequence.tables)
+        return sequence.shown
 
     def divergence(self, sequence_id: int) -> Divergence | None:
         """Where the request parts from its conversation's last cached state, when that made it reuse less."""

@@ -33,7 +33,7 @@ class SequenceBlocks:
 
     root: PrefixNode
     tables: list[list[int]]
-    """Per group, block ids by block index."""
+    """Per group, block ids by block index. Whoever changes them sets ``shown`` to None."""
     first_live: list[int]
     """Per group, the entries before this one are null because of the window."""
     skipped: list[int]
@@ -52,6 +52,8 @@ class SequenceBlocks:
     """How many leading blocks were full at the first eviction; None before it."""
     host: list[list[int]] | None = None
     """While the sequence is offloaded, per group, host block ids by block index, and no ``tables``."""
+    shown: tuple[tuple[int, ...], ...] | None = None
+    """``tables`` as plans carry them, while they are the same."""
     reused: int = 0
     """Tokens that it was opened with."""
     conversation: tuple[str, str] | None = None

@@ -326,6 +326,7 @@ def load_runtime(
             device=device,
             kernel_backend=decoder.kernels.chosen["linear"],
         ),
+        stats_interval_s=0.05,
     )
     threads = num_threads() if isinstance(program, StepProgram) else torch.get_num_threads()
     layer_skip = None

@@ -37,7 +37,7 @@ class GpuUse:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counters that the engine writes once per step and the front ends poll."""
+    """Counters that the engine writes, at most once per step, and the front ends poll."""
 
     time: float = 0.0
     waiting: int = 0

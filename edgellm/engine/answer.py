@@ -112,6 +112,9 @@ class Answer:
 
     def push(self, token_ids: Sequence[int]) -> AnswerStep:
         """Adds the tokens of one step, up to the one that ends the answer."""
+        if len(token_ids) == 1 and self._constraint is None and self._is_plain(token_ids[0]):
+            self.num_tokens += 1
+            return AnswerStep(tuple(token_ids), self._decoder.push(token_ids), None)
         kept: list[int] = []
         text: list[str] = []
         reason: FinishReason | None = None
@@ -138,6 +141,15 @@ class Answer:
                     reason = FinishReason.STOP
                 break
         return AnswerStep(tuple(kept), "".join(text), reason)
+
+    def _is_plain(self, token_id: int) -> bool:
+        """Neither this token nor its text can end the answer."""
+        return (
+            self.num_tokens + 1 < self._limit
+            and token_id < self._vocab_size
+            and token_id not in self._end_ids
+            and not self._stops.watches
+        )
 
     def _advance(self, token_id: int) -> tuple[bool, str | None]:
         """Whether the constraint is finished with this token, or why it cannot go on."""

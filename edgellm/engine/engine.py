@@ -17,7 +17,9 @@ from edgellm.contracts import (
     FinishReason,
     GenerationRequest,
     Notice,
+    PlannedSequence,
     Runner,
+    SequenceResult,
     SequenceStart,
     StepPlan,
     StepResult,
@@ -73,6 +75,7 @@ class Engine:
         kv_identity: Callable[[], KVIdentity] | None = None,
         model_name: str = "",
         recorder: StatsRecorder | None = None,
+        stats_interval_s: float = 0.0,
         speculator: Speculator | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -82,6 +85,7 @@ class Engine:
         ``kv_window`` and ``kv_budget``: tokens kept by requests with such a policy and no number themselves.
         ``kv_identity`` and ``model_name``: what files of saved KV state, see ``exchange``. ``speculator``
         drafts up to ``kv.lookahead`` tokens per sequence and step; None leaves that to the runner.
+        ``stats_interval_s``: how old the stats may be by the end of a step that changed nobody's state.
         """
         self.context_length = context_length
         self.vocab_size = vocab_size
@@ -97,6 +101,7 @@ class Engine:
         self._constraints = ConstraintCompiler(tokenizer, vocab_size)
         self._kv_window, self._kv_budget = kv_window, kv_budget
         self._recorder = recorder or StatsRecorder()
+        self._stats_interval_s = stats_interval_s
         self._clock = clock
         self._speculator = speculator
         self._pace = MixedPace(prefill_chunk) if mixed_chunk is None else None
@@ -123,7 +128,7 @@ class Engine:
         self._prompt_tokens = self._cached_tokens = 0
         self._evicted_tokens: Counter[str] = Counter()
         """By policy, of samples that have ended."""
-        self.stats: EngineStats = self._snapshot()
+        self.stats: EngineStats = self._snapshot(clock())
 
     # --- GenerationEngine ---
 
@@ -183,7 +188,7 @@ class Engine:
         events.extend(self._queue_events())
         events[:0] = self._parting
         self._parting.clear()
-        self.stats = self._snapshot()
+        self._refresh_stats()
         return events
 
     # --- the parts of a step ---
@@ -335,11 +340,11 @@ class Engine:
     def _with_drafts(self, plan: StepPlan, drafts: Mapping[int, tuple[int, ...]]) -> StepPlan:
         """The plan with the drafts that found room and the masks of the constraints that its rows are drawn
         under."""
-        sequences = list(plan.sequences)
-        for index, planned in enumerate(sequences):
+        changed: dict[int, PlannedSequence] = {}
+        for index, planned in enumerate(plan.sequences):
             sample = self._samples[planned.sequence_id]
             if planned.is_prefill and self._runner_follows(sample):
-                planned = sequences[index] = replace(planned, draft_by_runner=True)
+                planned = changed[index] = replace(planned, draft_by_runner=True)
             if not planned.needs_logits:
                 continue
             draft, masks = drafts.get(planned.sequence_id, ())[: planned.draft_limit], sample.token_masks
@@ -349,10 +354,12 @@ class Engine:
             by_runner = planned.sequence_id not in drafts and planned.draft_limit > 0
             if draft or masks or (by_runner and self._speculator is not None):
                 by_runner = by_runner or planned.draft_by_runner
-                sequences[index] = replace(
+                changed[index] = replace(
                     planned, draft_token_ids=draft, token_masks=masks, draft_by_runner=by_runner
                 )
-        return replace(plan, sequences=tuple(sequences))
+        if not changed:
+            return plan
+        return replace(plan, sequences=tuple(changed.get(i, s) for i, s in enumerate(plan.sequences)))
 
     def _run(self, plan: StepPlan, start: float) -> list[TokenEvent]:
         events = self._mark_started(plan, start)
@@ -426,6 +433,11 @@ class Engine:
         if result.error is not None:
             text = sample.answer.finish()
             return self._finish(sample, FinishReason.ERROR, now, text=text, error=result.error)
+        if step is None and sample.is_midway and _is_plain_token(result):
+            step = sample.answer.push(result.token_ids)
+            if step.finish_reason is None:
+                sample.last_token_at = now
+                return TokenEvent(sample.request.request_id, sample.index, step.token_ids, step.text)
         fields: dict[str, Any] = {
             "prefill_done": sample.prompt_progress(outcome),
             "prompt_logprobs": result.prompt_logprobs,
@@ -498,9 +510,16 @@ class Engine:
             if sample.index == 0 and sample.started_at is None:
                 yield sample
 
-    def _snapshot(self) -> EngineStats:
+    def _refresh_stats(self) -> None:
+        """Who reads stats does so a few times a second, and they take as long as the rest of such a step."""
+        now, stats = self._clock(), self.stats
+        changed = stats.running != self._scheduler.num_running or stats.waiting != self._scheduler.num_waiting
+        if changed or now - stats.time >= self._stats_interval_s:
+            self.stats = self._snapshot(now)
+
+    def _snapshot(self, now: float) -> EngineStats:
         return self._recorder.snapshot(
-            self._clock(),
+            now,
             self._scheduler.num_waiting,
             self._scheduler.num_running,
             self._kv.counts(),
@@ -517,3 +536,10 @@ class Engine:
         self._kv.check_integrity()
         assert set(self._kv.sequences) <= set(self._samples), "a sequence that ended holds blocks"
         assert self._samples or not self._scheduler.has_work()
+
+
+def _is_plain_token(result: SequenceResult) -> bool:
+    """A single token, and nothing beside it: what most steps bring."""
+    return len(result.token_ids) == 1 and not (
+        result.draft_proposed or result.logprobs or result.prompt_logprobs
+    )

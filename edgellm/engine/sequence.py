@@ -54,6 +54,11 @@ class Sample:
         return self.sequence.has_kv and self.sequence.remaining > 1
 
     @property
+    def is_midway(self) -> bool:
+        """Its answer has begun, and no constraint has a say in it."""
+        return self.first_token_at is not None and self.request.constraint is None
+
+    @property
     def prompt_length(self) -> int:
         return len(self.request.prompt_token_ids)
 

@@ -20,6 +20,11 @@ class StopStrings:
         self.matched: str | None = None
         """The stop string that ended the answer."""
 
+    @property
+    def watches(self) -> bool:
+        """Whether there is anything to find."""
+        return bool(self._stop)
+
     def push(self, text: str) -> str:
         """Adds text and returns what is certain: never a part of a stop string, nothing after a match."""
         if self.matched is not None:

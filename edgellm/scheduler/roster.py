@@ -177,6 +177,8 @@ class Roster:
 
     def score_blocks(self, sequence: Sequence, end: int) -> tuple[tuple[int, ...], ...]:
         """For ``PlannedSequence.score_blocks`` of a step that ends before ``end``."""
+        if sequence.eviction is None:
+            return ()
         indices = sequence.blocks_to_score(end)
         if not indices:
             return ()

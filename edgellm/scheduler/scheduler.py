@@ -17,6 +17,7 @@ from edgellm.contracts import (
     StepResult,
 )
 from edgellm.scheduler import wording
+from edgellm.scheduler.lone_decode import lone_decode
 from edgellm.scheduler.policy import AGE_BOUND_S, prefill_order, rank
 from edgellm.scheduler.roster import Roster
 from edgellm.scheduler.sequence import Failure, Outcome, Sequence
@@ -189,12 +190,24 @@ class Scheduler:
         """The next plan; None when nothing can run, or not before the outstanding results are committed."""
         if len(self._outstanding) > self._depth:
             return None
+        lone = self._plan_lone()
+        if lone is not None:
+            return self._send((lone,))
         while True:
             step = self._plan(self._clock())
             if step.chosen:
                 return self._issue(step)
             if not step.again:
                 return None
+
+    def _plan_lone(self) -> PlannedSequence | None:
+        """What ``_plan`` comes to where one sequence decodes alone; None, and nothing changed, elsewhere."""
+        sequence = lone_decode(self._roster) if self._short is None else None
+        if sequence is None or not self._roster.grow(sequence, len(sequence.token_ids)):
+            return None
+        self._turned_away = None
+        self._last_served[sequence.priority] = self._clock()
+        return self._planned(sequence, sequence.computed, len(sequence.token_ids), 0)
 
     def _plan(self, now: float) -> _Step:
         step = _Step(self._token_budget)
@@ -297,26 +310,28 @@ class Scheduler:
             step.budget -= chosen.draft_limit
 
     def _issue(self, step: _Step) -> StepPlan:
-        planned = []
-        for chosen in step.chosen.values():
-            sequence, start, end = chosen.sequence, chosen.start, chosen.end
-            known = tuple(sequence.token_ids[start:end])
-            planned.append(
-                PlannedSequence(
-                    sequence_id=sequence.sequence_id,
-                    token_ids=known + (PENDING,) * (end - start - len(known)),
-                    start_position=start,
-                    block_tables=self._kv.tables(sequence.sequence_id),
-                    is_prefill=sequence.num_answered == 0 or end < sequence.total or end - start > 1,
-                    needs_logits=end == sequence.total and sequence.start.pooling is None,
-                    draft_limit=chosen.draft_limit,
-                    total_length=sequence.total,
-                    num_states=sequence.num_states(start, end),
-                    prompt_logits=sequence.needs_scores(start, end),
-                    score_blocks=self._roster.score_blocks(sequence, end),
-                )
-            )
-        plan = self._roster.make_plan(self._step, tuple(planned))
+        return self._send(
+            tuple(self._planned(c.sequence, c.start, c.end, c.draft_limit) for c in step.chosen.values())
+        )
+
+    def _planned(self, sequence: Sequence, start: int, end: int, draft_limit: int) -> PlannedSequence:
+        known, total = tuple(sequence.token_ids[start:end]), sequence.total
+        return PlannedSequence(
+            sequence_id=sequence.sequence_id,
+            token_ids=known + (PENDING,) * (end - start - len(known)),
+            start_position=start,
+            block_tables=self._kv.tables(sequence.sequence_id),
+            is_prefill=sequence.num_answered == 0 or end < total or end - start > 1,
+            needs_logits=end == total and sequence.start.pooling is None,
+            draft_limit=draft_limit,
+            total_length=total,
+            num_states=sequence.num_states(start, end),
+            prompt_logits=sequence.needs_scores(start, end),
+            score_blocks=self._roster.score_blocks(sequence, end),
+        )
+
+    def _send(self, planned: tuple[PlannedSequence, ...]) -> StepPlan:
+        plan = self._roster.make_plan(self._step, planned)
         self._step += 1
         self._outstanding.append(plan)
         return plan
@@ -474,7 +489,8 @@ class Scheduler:
                 f"sequence {sequence.sequence_id} was given {len(brought.token_ids)} tokens for a draft of "
                 f"{planned.draft_limit}"
             )
-        sequence.block_scores.extend(_scores_by_block(planned, brought))
+        if planned.score_blocks or brought.block_scores:
+            sequence.block_scores.extend(_scores_by_block(planned, brought))
         sequence.token_ids.extend(brought.token_ids)
         # Of the tokens that one step brought the last has no KV; the others were drafted, so theirs is there.
         computed = planned.start_position + len(planned.token_ids) + max(0, len(brought.token_ids) - 1)

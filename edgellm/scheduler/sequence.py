@@ -81,7 +81,7 @@ class Sequence:
     @property
     def pending(self) -> int:
         """Tokens that the steps in flight draw, as far as their number is known: one each."""
-        return sum(planned.needs_logits for planned in self.in_flight)
+        return sum(planned.needs_logits for planned in self.in_flight) if self.in_flight else 0
 
     @property
     def total(self) -> int:

@@ -34,13 +34,14 @@ class StreamDecoder:
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Text that these ids make certain; may be empty."""
-        found = b"".join(
-            self._tokenizer.token_bytes(token_id)
-            for token_id in token_ids
-            if self._show_special
-            or token_id in self._shown_ids
-            or self._tokenizer.token_kind(token_id) not in HIDDEN_KINDS
-        )
+        found = b""
+        for token_id in token_ids:
+            if (
+                self._show_special
+                or token_id in self._shown_ids
+                or self._tokenizer.token_kind(token_id) not in HIDDEN_KINDS
+            ):
+                found += self._tokenizer.token_bytes(token_id)
         if self._at_start and found:
             found = found.removeprefix(b" ")
             self._at_start = False
