@@ -57,6 +57,8 @@ class DraftModel:
     missing is run, with the same bits whoever shares the block.
     """
 
+    sees_every_step = True
+
     def __init__(
         self, program: Decoder | StepProgram, groups: range, vocab_size: int, device: str = "cpu"
     ) -> None:

@@ -31,6 +31,11 @@ class Drafted:
 class RunnerDrafter(Protocol):
     """What drafts inside of the runner: it sees the KV, and its passes are forward passes."""
 
+    @property
+    def sees_every_step(self) -> bool:
+        """Whether ``add`` must be called for steps in which nothing is drafted by the runner too."""
+        ...
+
     def add(self, plan: StepPlan, kv: KVState, sampler: Sampler, block_size: int) -> Drafted:
         """The plan's sequences, those with ``draft_by_runner`` with the tokens drafted for them."""
         ...
@@ -41,6 +46,8 @@ class LayerDrafts:
     into the slots behind the committed ones, quantized as any row is; verification writes those of all layers
     there before it reads them. Of a draft that is not kept nothing has to be taken back.
     """
+
+    sees_every_step = False
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from edgellm.contracts import PlannedSequence, SequenceResult, StepPlan, StepRes
 from edgellm.runner.batch_builder import build_batch, num_logit_rows
 from edgellm.runner.kv_state import KVState
 from edgellm.runner.layer_drafts import Drafted, RunnerDrafter
+from edgellm.runner.lone_decode import lone_decode
 from edgellm.runner.pooler import Pooler
 from edgellm.runner.sampler import Draw, Sampler
 from edgellm.speculative.acceptance import COUPLED, num_kept
@@ -83,6 +84,7 @@ class ModelRunner:
         f16_kv = any(torch.float16 in (pages.keys.dtype, pages.values.dtype) for pages in kv)
         self._sampler = Sampler(vocab_size, f16_kv=f16_kv, spec_rule=spec_rule)
         self._pooler = Pooler()
+        self._lone = lone_decode(decoder, kv[: len(self._groups)])
         self._max_rows = max(1, MAX_LOGIT_BYTES // (4 * vocab_size))
         self.row_sink: RowSink | None = None
         """Where there is one it is given every row of logits, and prompts are not scored here."""
@@ -119,6 +121,15 @@ class ModelRunner:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs one plan. Unusable logits are an error of their sequence; a failing kernel raises."""
+        if (
+            self._lone is not None
+            and self.row_sink is None
+            and (self.drafter is None or not self.drafter.sees_every_step)
+        ):
+            lone = self._lone.sequence(plan)
+            if lone is not None:
+                draw = self._lone.draw(lone, self._sampler)
+                return StepResult(plan.step, (_result(lone, (draw,), {}),))
         for sequence_id in plan.ended:
             self._sampler.end(sequence_id)
             self._pooler.end(sequence_id)

@@ -88,6 +88,11 @@ class Sampler:
         """Forgets a sequence."""
         self._states.pop(sequence_id, None)
 
+    def takes_largest(self, sequence_id: int) -> bool:
+        """Whether a draw from a row without a mask is its largest logit, and nothing more is told of it."""
+        state = self._states[sequence_id]
+        return state.logprobs is None and state.is_plain_greedy
+
     def sample(
         self,
         logits: torch.Tensor,

@@ -76,7 +76,8 @@ class StepProgram:
         )
         self._empty = torch.empty(0)
         self._left_out: dict[SkippedSubLayers, bytes] = {}
-        self._turns_by_length = any(rope.spec.switch_length is not None for rope in decoder.ropes)
+        self.turns_by_length = any(rope.spec.switch_length is not None for rope in decoder.ropes)
+        """Whether a rope's angles depend on the length of a sequence."""
 
     def run(
         self, batch: ForwardBatch, kv: Sequence[KVStorage], skipped: SkippedSubLayers | None = None
@@ -107,7 +108,7 @@ class StepProgram:
             embedded = decoder.kernels.embed(
                 batch.token_ids, decoder.weights.embedding, decoder.spec.embedding_scale
             )
-        angles = self._own_angles(batch) if self._turns_by_length else ()
+        angles = self._own_angles(batch) if self.turns_by_length else ()
         out = self.native.run(batch, kv, embedded, angles, with_logits=with_logits, skipped=left_out)
         if not with_logits:
             return LastRows(*out)

@@ -21,6 +21,7 @@ from edgellm_kernels.native_structs import serves as native_serves
 from edgellm_kernels.operands import HeadShape, Prepared
 from edgellm_kernels.registry import OPS, KernelUnavailableError, choose, explain, triton_missing
 from edgellm_kernels.rope_torch import rope_angles
+from edgellm_kernels.row_native import NativeRow
 from edgellm_kernels.sampling_torch import DrawTables
 from edgellm_kernels.step_native import SKIPS_ATTENTION, SKIPS_FEED_FORWARD, NativeStep, StepSpec
 from edgellm_kernels.step_native import can_compile as can_compile_step
@@ -33,6 +34,7 @@ __all__ = [
     "HeadShape",
     "KernelUnavailableError",
     "Kernels",
+    "NativeRow",
     "NativeStep",
     "Prepared",
     "StepSpec",

@@ -216,9 +216,13 @@ class NativeStep:
         else:
             out = tuple(torch.empty((2, rows, self.spec.hidden), dtype=torch.float32))
             call.last_x, call.last_residual = out[0].data_ptr(), out[1].data_ptr()
-        library = self._library
-        library.call("edgellm_step_run", pool(library), self._step, ctypes.addressof(call))
+        self.call(ctypes.addressof(call))
         return out
+
+    def call(self, address: int) -> None:
+        """Runs the StepCall that lies there."""
+        library = self._library
+        library.call("edgellm_step_run", pool(library), self._step, address)
 
     def _layer_pages(self, kv: tuple[KVStorage, ...]) -> ctypes.Array[Pages]:
         """The pages of every layer, filled once for the storages that come again and again."""
