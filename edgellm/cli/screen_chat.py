@@ -31,8 +31,19 @@ def run_screen(opening: Opening, session: ChatSession, system: str) -> int:
     import gc
 
     from edgellm.cli.model_library import LocalLibrary
+    from edgellm.locations import Locations
     from edgellm_tui.app import EdgeChat
+    from edgellm_tui.keymap import read_keymap
+    from edgellm_tui.settings import ChatSettings
+    from edgellm_tui.themes import load_theme
 
+    locations = Locations.from_environment()
+    theme_file = locations.state / "theme"
+    looks = ChatSettings(
+        theme=load_theme(theme_file),
+        theme_file=theme_file,
+        keymap=read_keymap(locations.config / "keys.toml"),
+    )
     session.shows_notices = False  # the screen does
     store = session.open_store()
     continued = session.continued.id if session.continued is not None and store is not None else None
@@ -45,6 +56,7 @@ def run_screen(opening: Opening, session: ChatSession, system: str) -> int:
         library=LocalLibrary(ctx=opening.resolved.ctx),
         store=store,
         chat_id=continued,
+        settings=looks,
     )
     # A screen makes many small objects, and each full collection looks at all that the libraries hold too: a
     # visible pause. What lives now lives until the end.

@@ -14,6 +14,7 @@ import pytest
 from textual.widgets import Input
 
 from edgellm.contracts import MemoryPlan, ModelInfo, SamplingParams, SearchHit
+from edgellm.history.store import HistoryStore
 from edgellm_models.errors import PullProgress, TransferError
 from edgellm_tui.app import EdgeChat
 from edgellm_tui.commands import COMMANDS, SLASH, completions
@@ -275,6 +276,27 @@ def test_think_off_reaches_the_template_and_is_refused_where_it_has_no_such_swit
 
     asyncio.run(scenario(True))
     asyncio.run(scenario(False))
+
+
+def test_what_a_chat_tells_the_model_about_thinking_is_kept_with_it(tmp_path: Path) -> None:
+    async def scenario(chat_id: str | None) -> str | None:
+        backend = FakeBackend()
+        store = HistoryStore(tmp_path / "chats.db")
+        app = EdgeChat(backend, store=store, chat_id=chat_id, settings=ChatSettings(can_think=True))
+        async with app.run_test(size=(120, 30)) as pilot:
+            if chat_id is None:
+                await send(pilot, app, "/think off")
+                await send(pilot, app, "/set temperature 0.5")
+            await send(pilot, app, "Hello")
+            assert backend.template_variables == {"enable_thinking": False}
+            first = chat_screen(app)._conversation.chat_id
+            await pilot.press("ctrl+n")
+            await send(pilot, app, "Hello")
+            assert backend.template_variables == {}  # another chat
+            return first
+
+    chat_id = asyncio.run(scenario(None))
+    asyncio.run(scenario(chat_id))
 
 
 def test_a_search_shows_each_chat_once() -> None:

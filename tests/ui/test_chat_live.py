@@ -179,3 +179,12 @@ def test_panel_shows_the_gpu_where_there_is_one() -> None:
     assert "GPU memory 42%" in page(little, narrow_lines, 120)
     for lines, cells in ((wide_lines, 30), (narrow_lines, 120)):
         assert "GPU" not in page(None, lines, cells)
+
+
+def test_steps_that_are_read_in_one_go_are_one_burst() -> None:
+    """A busy screen reads what waited for it: no interval of nothing."""
+    intervals = Intervals()
+    for second in range(3):
+        for place in range(10):
+            intervals.add(second + place * 1e-5, 1)
+    assert intervals.percentile(0.5) == pytest.approx(0.1) == intervals.percentile(0.95)

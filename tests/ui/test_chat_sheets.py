@@ -84,6 +84,14 @@ async def parameters(pilot: Pilot) -> None:
     await settled(pilot)
 
 
+async def palette(pilot: Pilot) -> None:
+    still(pilot.app)
+    await pilot.press("ctrl+p", *"copy")
+    quiet(pilot.app)
+    await until(pilot, lambda: "Alt+C" in shown(pilot.app), "listed")
+    await settled(pilot)
+
+
 async def panel(pilot: Pilot) -> None:
     app = pilot.app
     await send(pilot, app, "What is the capital of France?")
@@ -102,17 +110,8 @@ CASES: dict[str, Callable[[Pilot], Awaitable[None]]] = {
     "models": models,
     "parameters": parameters,
     "panel": panel,
+    "palette": palette,
 }
-SHOTS = [
-    ("chats", "80x24"),
-    ("found", "120x40"),
-    ("models", "120x40"),
-    ("parameters", "80x24"),
-    ("parameters", "40x12"),
-    ("panel", "120x40"),
-    ("panel", "80x24"),
-    ("panel", "40x12"),
-]
 
 
 @pytest.fixture(autouse=True)
@@ -120,9 +119,21 @@ def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "age_text", lambda seconds: "now")
 
 
-@pytest.mark.parametrize(("case", "size"), SHOTS)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("case", CASES)
 def test_sheet(snap_compare: Any, case: str, size: str) -> None:
     assert snap_compare(app_with_chats(DARK.name), run_before=CASES[case], terminal_size=SIZES[size])
+
+
+@pytest.mark.parametrize("case", ["found", "models", "parameters"])
+def test_sheet_in_light_colours(snap_compare: Any, case: str) -> None:
+    assert snap_compare(app_with_chats(LIGHT.name), run_before=CASES[case], terminal_size=(80, 24))
+
+
+@pytest.mark.parametrize("case", ["found", "models"])
+def test_sheet_without_colours(snap_compare: Any, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert snap_compare(app_with_chats(DARK.name), run_before=CASES[case], terminal_size=(80, 24))
 
 
 def test_panel_in_light_colours(snap_compare: Any) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from edgellm.contracts import FinishReason, RequestTimings, SamplingParams
 from edgellm_tui.app import EdgeChat
-from edgellm_tui.screens import chat, conversation_actions, text_actions
+from edgellm_tui.screens import chat_parts, conversation_actions, text_actions
 from edgellm_tui.widgets.status_line import TopBar
 from edgellm_tui.widgets.transcript import ErrorLine, Transcript
 from tests.support.fake_backend import FakeBackend, Script
@@ -63,7 +63,9 @@ def test_a_hint_about_quitting_ends_when_it_is_no_longer_true(monkeypatch: pytes
         async with app.run_test() as pilot:
             await pilot.press("ctrl+c")
             assert "again quits" in status(app).hint
-            await until(pilot, lambda: status(app).hint == "", "hint ends", timeout_s=chat.HINT_S * 0.75)
+            await until(
+                pilot, lambda: status(app).hint == "", "hint ends", timeout_s=chat_parts.HINT_S * 0.75
+            )
 
     asyncio.run(scenario())
 

@@ -8,7 +8,7 @@ import contextvars
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -16,15 +16,17 @@ from textual import events, on
 from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.screen import ModalScreen, Screen
+from textual.theme import Theme
 
 from edgellm.contracts import ChatBackend, ChatStore, ModelLibrary
 from edgellm_models.errors import EdgeLLMError, Notice, ResourceError, UsageError
 from edgellm_tui.commands import COMMANDS
 from edgellm_tui.messages import ReplyNotice
 from edgellm_tui.screens.chat import ChatScreen
+from edgellm_tui.screens.help import keys_of
 from edgellm_tui.screens.loading import LoadingScreen
 from edgellm_tui.settings import ChatSettings
-from edgellm_tui.themes import DARK, LIGHT
+from edgellm_tui.themes import DARK, LIGHT, save_theme
 from edgellm_tui.unsaved import MemoryStore
 from edgellm_tui.widgets.prompt import ChatPrompt
 
@@ -114,6 +116,7 @@ class EdgeChat(App[int]):
         if self._settings.keymap:
             self.set_keymap(dict(self._settings.keymap))
         self.theme = self._settings.theme if self._settings.theme in self.available_themes else DARK.name
+        self.theme_changed_signal.subscribe(self, self._keep_theme)
         self._handle_signals()
         if self._backend is not None:
             await self.push_screen(self._chat_screen(self._backend))
@@ -121,6 +124,10 @@ class EdgeChat(App[int]):
             self._loading = LoadingScreen(self._model_name)
             await self.push_screen(self._loading)
             self._open()
+
+    def _keep_theme(self, theme: Theme) -> None:
+        if self._settings.theme_file is not None:
+            save_theme(self._settings.theme_file, theme.name)
 
     def _chat_screen(self, backend: ChatBackend) -> ChatScreen:
         self._chat = ChatScreen(backend, self._settings, tuple(self._notices), self._store, self._first_chat)
@@ -257,7 +264,10 @@ class EdgeChat(App[int]):
     def _opened(self, opened: Opened) -> None:
         self.opening = False
         if isinstance(opened, tuple):
-            self._backend, self._settings = opened
+            self._backend, settings = opened
+            # How the screen looks and is handled is not the model's.
+            mine = {name: getattr(self._settings, name) for name in ("theme", "theme_file", "keymap")}
+            self._settings = replace(settings, **mine)
         else:
             self._backend = opened
         if self._chat is not None:
@@ -351,7 +361,8 @@ class EdgeChat(App[int]):
                 if command.name in ("stop_reply", "rename", "set_parameter", "attach"):
                     continue  # these need something typed, or an answer that is being written
                 title = command.name.replace("_", " ").capitalize()
-                keys = f" ({command.shown})" if command.shown else ""
+                shown = keys_of(command, self._settings.keymap)
+                keys = f" ({shown})" if shown else ""
                 yield SystemCommand(title, f"{command.does}{keys}", partial(screen.run_command, command))
         else:
             yield SystemCommand("Theme", "Change the colours", self.action_change_theme)

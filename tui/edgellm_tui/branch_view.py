@@ -60,6 +60,23 @@ class BranchView:
         await self._mount(conversation.branch[:first], before=self._transcript.scroller.children[0])
         self.mark(conversation)
 
+    async def reveal(self, conversation: Conversation, message_id: str) -> None:
+        """Brings a message of the branch into view, at the top."""
+        while all(widget.message_id != message_id for widget in self._transcript.messages()):
+            before = len(self._transcript.messages())
+            await self.show_earlier(conversation)
+            if len(self._transcript.messages()) == before:
+                return
+        widget = next(w for w in self._transcript.messages() if w.message_id == message_id)
+        scroller = self._transcript.scroller
+
+        def look() -> None:
+            scroller.scroll_to_widget(widget, animate=False, top=True)
+
+        # Where it stands is known after the next layout.
+        scroller.release_anchor()
+        scroller.call_after_refresh(look)
+
     async def _mount(self, messages: Sequence[StoredMessage], before: Widget | None = None) -> None:
         kept = messages[-MOUNTED_AT_ONCE:]
         widgets: list[Widget] = []

@@ -10,6 +10,9 @@ from typing import Any
 from edgellm.contracts import AnswerWriter, ChatMessage, ChatStore, SamplingParams, StoredChat, StoredMessage
 from edgellm_tui.unsaved import text_of
 
+THINKS = "enable_thinking"
+"""Its name among the params of a chat, and for chat templates."""
+
 
 @dataclass(frozen=True)
 class Question:
@@ -70,6 +73,17 @@ class Conversation:
         """Replaces what the chat changes; BadInputError for a value that SamplingParams refuses."""
         replace(self.sampling, **params)
         self.params = dict(params)
+        if self.chat_id is not None:
+            self.store.update_chat(self.chat_id, params={**self.extra, **self.params})
+
+    @property
+    def thinks(self) -> bool | None:
+        """What the model is told about thinking; None leaves it to its template."""
+        told = self.extra.get(THINKS)
+        return told if isinstance(told, bool) else None
+
+    def set_thinks(self, wanted: bool) -> None:
+        self.extra[THINKS] = wanted
         if self.chat_id is not None:
             self.store.update_chat(self.chat_id, params={**self.extra, **self.params})
 
@@ -158,6 +172,12 @@ class Conversation:
         assert self.chat_id is not None
         self.store.set_head(self.chat_id, message.id if message else None)
         self.refresh()
+
+    def go_to(self, message_id: str) -> None:
+        """Shows the branch with this message, where it was left."""
+        if all(message.id != message_id for message in self.branch):
+            self.store.select(message_id)
+            self.refresh()
 
     def last_turns(self, number: int) -> list[ChatMessage]:
         """The last ``number`` questions with their answers."""

@@ -51,17 +51,28 @@ class RateWindow:
         return self._count / WINDOW_S
 
 
+BURST_S = 0.001
+"""What arrives within so short a time was read in one go: several steps that waited for a busy screen."""
+
+
 class Intervals:
     """Seconds between tokens: a burst of k tokens counts as k with the k-th part of its interval each."""
 
     def __init__(self, size: int = 1024) -> None:
-        self._last: float | None = None
+        self._before: float | None = None
+        self._begin: float | None = None
+        """Of the newest burst, whose interval began with the one before."""
         self._events: deque[tuple[float, int]] = deque(maxlen=size)
 
     def add(self, time: float, tokens: int) -> None:
-        if self._last is not None:
-            self._events.append(((time - self._last) / tokens, tokens))
-        self._last = time
+        if self._begin is not None and time - self._begin < BURST_S:
+            if self._before is not None:
+                interval, earlier = self._events.pop()
+                self._events.append((interval * earlier / (earlier + tokens), earlier + tokens))
+            return
+        if self._begin is not None:
+            self._events.append(((time - self._begin) / tokens, tokens))
+        self._before, self._begin = self._begin, time
 
     def percentile(self, share: float) -> float | None:
         """The smallest interval that ``share`` of the tokens do not exceed; None without any."""

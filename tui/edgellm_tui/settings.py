@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from edgellm.contracts import ConstraintSpec, SamplingParams
@@ -23,6 +23,8 @@ class ChatSettings:
     """The model's template can be told whether to think; None where nobody knows."""
     theme: str = "edgellm-dark"
     """One of the screen's own themes or of Textual's."""
+    theme_file: Path | None = None
+    """Keeps the theme that was chosen last for the next session."""
     flush_interval_s: float = 0.1
     """Shortest time between two repaints of a streaming answer."""
     max_flush_interval_s: float = 5.0
@@ -42,3 +44,9 @@ class ChatSettings:
     """Whether the live panel is shown; None shows it where there is room beside the conversation."""
     save_folder: Path | None = None
     """Where ``/save`` without a path writes; None is the working folder."""
+
+    def told(self, variable: str, value: bool | None) -> ChatSettings:
+        """With a template variable of one chat; None, or a template without that switch, changes nothing."""
+        if value is None or self.can_think is False:
+            return self
+        return replace(self, template_variables={**self.template_variables, variable: value})

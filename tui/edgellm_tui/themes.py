@@ -1,8 +1,33 @@
-"""The screen's own two colour themes."""
+"""The screen's own two colour themes, and the one that was chosen last."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+from pathlib import Path
+
 from textual.theme import Theme
+
+MAX_NAME_BYTES = 200
+
+
+def load_theme(path: Path) -> str:
+    """The name of the theme that was chosen last; empty where none was, or the file cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_NAME_BYTES).decode("utf-8", "replace").strip()
+    except OSError:
+        return ""
+
+
+def save_theme(path: Path, name: str) -> None:
+    """Keeps the name; a disk that refuses costs only this convenience."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        part.write_text(name + "\n", encoding="utf-8")
+        part.replace(path)
+
 
 DARK = Theme(
     name="edgellm-dark",

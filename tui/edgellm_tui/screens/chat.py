@@ -10,7 +10,6 @@ from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Horizontal, Vertical
 from textual.message import Message
-from textual.timer import Timer
 
 from edgellm.contracts import (
     ChatBackend,
@@ -24,7 +23,7 @@ from edgellm.contracts import (
 from edgellm_models.errors import EdgeLLMError, Notice
 from edgellm_tui.branch_view import BranchView
 from edgellm_tui.commands import bindings, completions
-from edgellm_tui.conversation import Conversation, Question
+from edgellm_tui.conversation import THINKS, Conversation, Question
 from edgellm_tui.files import load_prompts, save_prompts, with_attachments
 from edgellm_tui.live_figures import gather, now_rate
 from edgellm_tui.messages import (
@@ -50,13 +49,14 @@ from edgellm_tui.widgets.status_line import StatusLine, TopBar
 from edgellm_tui.widgets.streaming_markdown import StreamingMarkdown
 from edgellm_tui.widgets.transcript import Earlier, ErrorLine, QuietLine, Transcript, UserMessage
 
-HINT_S = 4.0
-
 PANEL_WIDTH = 110
 """From so many columns on the live panel has room beside the conversation."""
 
 IDLE_POLLS = 16
 """While nothing is written, one of so many polls is made."""
+SETTLING_POLLS = 4
+"""After an answer, and in the beginning, so many are made at once: a server is asked in the background, and
+what is known by now may be from before."""
 
 
 class ChatScreen(ConversationActions, TextActions, ModelActions):
@@ -96,9 +96,8 @@ class ChatScreen(ConversationActions, TextActions, ModelActions):
         self._message_taken = False
         """A message has left the prompt and its answer has not begun."""
         self._context_before = 0
-        self._hint_timer: Timer | None = None
-        self._hint_ends_with_answer = False
         self._polls = 0
+        self._settling = SETTLING_POLLS
 
     def _new_conversation(self) -> Conversation:
         settings = self._settings
@@ -169,6 +168,7 @@ class ChatScreen(ConversationActions, TextActions, ModelActions):
         self._conversation.model, self._conversation.sampling = self._model.name, settings.sampling
         self._top.model = self._model
         self._last_finished = None
+        self._settling = SETTLING_POLLS
         if not self._conversation.branch:
             await self._transcript.clear(self._model)
         else:
@@ -184,7 +184,8 @@ class ChatScreen(ConversationActions, TextActions, ModelActions):
         if not text.strip():
             return Verdict.WRONG
         parsed = parse_slash(text)
-        if self.generating or self._message_taken:
+        at_once = isinstance(parsed, SlashCommand) and not parsed.command.waits
+        if (self.generating or self._message_taken) and not at_once:
             self.show_hint("Still answering: Esc stops it, your draft is kept", while_answering=True)
             return Verdict.LATER
         if isinstance(parsed, UnknownCommand):
@@ -246,7 +247,8 @@ class ChatScreen(ConversationActions, TextActions, ModelActions):
         self._asked, self._question = message, question
         self._reply = Reply()
         # Set before the first await, so that a second Enter finds the screen busy.
-        self._stream = ReplyStream(self._backend, self, self._settings, question)
+        settings = self._settings.told(THINKS, self._conversation.thinks)
+        self._stream = ReplyStream(self._backend, self, settings, question)
         self._message_taken = False
         self._transcript.writing = True
         self._last_finished = None
@@ -341,6 +343,7 @@ class ChatScreen(ConversationActions, TextActions, ModelActions):
 
     def _end_reply(self) -> None:
         self._stream = None
+        self._settling = SETTLING_POLLS
         self._reply = None
         self._question = None
         self._transcript.writing = False
@@ -367,8 +370,10 @@ class ChatScreen(ConversationActions, TextActions, ModelActions):
 
     def _poll(self) -> None:
         self._polls += 1
-        if self._stream is not None or (self._panel.display and self._polls % IDLE_POLLS == 0):
+        settling = self._settling > 0
+        if self._stream is not None or (self._panel.display and (settling or self._polls % IDLE_POLLS == 0)):
             self._poll_now()
+        self._settling -= settling and self._stream is None
 
     def _poll_now(self) -> None:
         self.post_message(StatsUpdated(self._backend.stats()))
@@ -440,24 +445,6 @@ class ChatScreen(ConversationActions, TextActions, ModelActions):
         event.stop()
         await self.copy(event.address)
 
-    def show_hint(self, text: str, *, seconds: float = HINT_S, while_answering: bool = False) -> None:
-        """A sentence in the status line: for a while, and with ``while_answering`` not beyond the answer."""
-        self._hint_ends_with_answer = while_answering
-        if self._hint_timer is not None:
-            if text and text == self._status.hint:
-                self._hint_timer.reset()
-                return
-            self._hint_timer.stop()
-        self._status.hint = text
-        self._hint_timer = self.set_timer(seconds, self._clear_hint)
-
-    def _clear_hint(self) -> None:
-        if self._hint_timer is not None:
-            self._hint_timer.stop()
-            self._hint_timer = None
-        self._hint_ends_with_answer = False
-        self._status.hint = ""
-
     def _describe_prompt(self) -> None:
         prompt = self._prompt
         if self.generating:
@@ -471,15 +458,20 @@ class ChatScreen(ConversationActions, TextActions, ModelActions):
         prompt.border_title = "  ".join(titles)
         prompt.set_class(self.generating, "-generating")
 
-    async def _open_chat(self, chat_id: str) -> None:
+    async def _open_chat(self, chat_id: str, message_id: str | None = None) -> None:
+        """A saved chat, at its end or at one of its messages, which may be of another branch."""
         await self._leave_chat()
         chat = self._store.get_chat(chat_id)
         self._conversation = Conversation.of(self._store, chat, self._model.name, self._settings.sampling)
         self._editing = None
         self._attached.clear()
         self._last_finished = None
+        if message_id is not None:
+            self._conversation.go_to(message_id)
         await self._view.show(self._conversation, self._model)
         self._show_chat()
+        if message_id is not None:
+            await self._view.reveal(self._conversation, message_id)
         # Beside the screen: a question that is asked meanwhile is just computed.
         self.run_worker(self._take_up(), group="keep", exit_on_error=False)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from textual.screen import Screen
+from textual.timer import Timer
 
 from edgellm.contracts import Finished, KeepsChats, StoredMessage
 from edgellm_models.errors import BadInputError, EdgeLLMError, Notice
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from edgellm_tui.widgets.transcript import Transcript
 
 BUSY = "Still answering: stop it with Esc first"
+HINT_S = 4.0
 
 
 @dataclass(frozen=True)
@@ -69,12 +71,11 @@ class ChatParts(Screen[None]):
         def _panel(self) -> StatsPanel: ...
         @property
         def generating(self) -> bool: ...
-        def show_hint(self, text: str, *, seconds: float = 4.0, while_answering: bool = False) -> None: ...
         def _describe_prompt(self) -> None: ...
         def _show_chat(self) -> None: ...
         def _place_panel(self) -> None: ...
         def _new_conversation(self) -> Conversation: ...
-        async def _open_chat(self, chat_id: str) -> None: ...
+        async def _open_chat(self, chat_id: str, message_id: str | None = None) -> None: ...
         async def _leave_chat(self) -> None: ...
         async def _show_notice(self, notice: Notice) -> None: ...
         async def _ask(
@@ -87,6 +88,8 @@ class ChatParts(Screen[None]):
         self._editing: StoredMessage | None = None
         self._answered_chats: set[str] = set()
         """Chats in which there is an answer that the engine has not put by."""
+        self._hint_timer: Timer | None = None
+        self._hint_ends_with_answer = False
 
     @property
     def edge_app(self) -> EdgeChat:
@@ -106,6 +109,24 @@ class ChatParts(Screen[None]):
                 await result
         except EdgeLLMError as error:
             self.show_hint(str(error), seconds=8.0)
+
+    def show_hint(self, text: str, *, seconds: float = HINT_S, while_answering: bool = False) -> None:
+        """A sentence in the status line: for a while, and with ``while_answering`` not beyond the answer."""
+        self._hint_ends_with_answer = while_answering
+        if self._hint_timer is not None:
+            if text and text == self._status.hint:
+                self._hint_timer.reset()
+                return
+            self._hint_timer.stop()
+        self._status.hint = text
+        self._hint_timer = self.set_timer(seconds, self._clear_hint)
+
+    def _clear_hint(self) -> None:
+        if self._hint_timer is not None:
+            self._hint_timer.stop()
+            self._hint_timer = None
+        self._hint_ends_with_answer = False
+        self._status.hint = ""
 
     async def _save(self, write: Callable[[], object]) -> None:
         """Writes to the store; when it refuses, the screen goes on and says so."""

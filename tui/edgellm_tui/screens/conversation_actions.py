@@ -7,7 +7,7 @@ import time
 from edgellm.contracts import ChatMessage
 from edgellm_models.errors import BadInputError, Notice
 from edgellm_tui.screens.chat_parts import ChatParts
-from edgellm_tui.screens.history import HistoryScreen
+from edgellm_tui.screens.history import HistoryScreen, Picked
 from edgellm_tui.unsaved import text_of
 
 QUIT_WINDOW_S = 2.0
@@ -171,9 +171,9 @@ class ConversationActions(ChatParts):
             return
         current = self._conversation.chat_id
 
-        async def picked(chat_id: str | None) -> None:
-            if chat_id is not None:
-                await self._open_chat(chat_id)
+        async def picked(choice: Picked | None) -> None:
+            if choice is not None:
+                await self._open_chat(choice.chat_id, choice.message_id)
             elif current is not None:
                 self._top.title = self._conversation.title  # it may have been renamed there
                 if self._store.get_chat(current).deleted is not None:
@@ -199,7 +199,7 @@ class ConversationActions(ChatParts):
             return
         old = self._conversation
         new = self._new_conversation()
-        new.system, new.params = old.system, dict(old.params)
+        new.system, new.params, new.extra = old.system, dict(old.params), dict(old.extra)
         new.rename(f"{old.title} (continued)"[:80])
         parent: str | None = None
         assert new.chat_id is not None

@@ -53,6 +53,7 @@ def rows(keymap: Mapping[str, str], *, narrow: bool) -> list[tuple[Content, str]
                 row(keys_of(command, keymap), slash, command.does)
     lines.append((Content(" "), ""))
     row("//", "", "sends a message that begins with a slash")
+    row("other keys", "", 'in keys.toml beside config.toml, by names such as regenerate = "f5"')
     return lines
 
 

@@ -22,6 +22,8 @@ from edgellm_models.errors import EdgeLLMError
 from edgellm_tui.terminal_text import safe_line
 
 LISTED = 200
+ONE_LINE_CELLS = 60
+"""From so many cells on title and facts of a chat share a line."""
 SEARCH_DELAY_S = 0.15
 """The list follows what is typed after so long a pause."""
 
@@ -85,7 +87,12 @@ def row_content(row: Row, current: str | None, now: float, width: int = 0) -> Co
     title = safe_line(chat.title) or "untitled"
     count = f"{chat.num_messages} message{'s' * (chat.num_messages != 1)}"
     facts = " · ".join(part for part in (age_text(now - chat.updated), count, safe_line(chat.model)) if part)
-    line = Content.assemble((mark, "$primary"), (title, "bold"), "  ", (facts, "dim"))
+    if 0 < width < ONE_LINE_CELLS:
+        short = Content.styled(title, "bold").truncate(width - 2, ellipsis=True)
+        less = Content.styled(facts, "dim").truncate(width - 4, ellipsis=True)
+        line = Content.assemble((mark, "$primary"), short, "\n    ", less)
+    else:
+        line = Content.assemble((mark, "$primary"), (title, "bold"), "  ", (facts, "dim"))
     if row.hit is None or row.hit.message_id is None:
         return line
     found = _excerpt(row.hit)
@@ -95,8 +102,16 @@ def row_content(row: Row, current: str | None, now: float, width: int = 0) -> Co
     return Content("\n").join([line, *(Content("    ") + part for part in lines)])
 
 
-class HistoryScreen(ModalScreen[str | None]):
-    """Ends with the id of the chat to open, or None."""
+@dataclass(frozen=True)
+class Picked:
+    """The chat to open, and the message in it that was found."""
+
+    chat_id: str
+    message_id: str | None = None
+
+
+class HistoryScreen(ModalScreen[Picked | None]):
+    """Ends with what is to be opened, or None."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "leave", "Close", show=False, priority=True),
@@ -122,7 +137,7 @@ class HistoryScreen(ModalScreen[str | None]):
         self._rows: list[Row] = []
         self._renaming: StoredChat | None = None
         self._deleted: list[StoredChat] = []
-        self._reading = 0
+        self._found_nothing = False
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="sheet picker") as sheet:
@@ -168,13 +183,17 @@ class HistoryScreen(ModalScreen[str | None]):
         options = self.query_one(OptionList)
         at = options.highlighted or 0
         options.clear_options()
+        self._found_nothing, before = not rows, self._found_nothing
         now = time.time()
         width = options.scrollable_content_region.width - 1  # beside the scroll bar
         options.add_options([Option(row_content(row, self._current, now, width)) for row in rows])
         if rows:
             options.highlighted = min(at, len(rows) - 1)
+            if before:
+                self._say(self.KEYS_LINE)
         else:
-            self._say("Nothing found" if words else "No chats are saved yet")
+            nothing = "Nothing found: fewer words find more, titles count too · Esc closes"
+            self._say(nothing if words else "No chats are saved yet: each question begins one · Esc closes")
 
     def _chosen(self) -> StoredChat | None:
         at = self.query_one(OptionList).highlighted
@@ -192,13 +211,16 @@ class HistoryScreen(ModalScreen[str | None]):
         if self._renaming is not None:
             self._finish_renaming(event.value)
             return
-        chat = self._chosen()
-        if chat is not None:
-            self.dismiss(chat.id)
+        at = self.query_one(OptionList).highlighted
+        if at is not None and at < len(self._rows):
+            self._pick(self._rows[at])
 
     @on(OptionList.OptionSelected)
     def _clicked(self, event: OptionList.OptionSelected) -> None:
-        self.dismiss(self._rows[event.option_index].chat.id)
+        self._pick(self._rows[event.option_index])
+
+    def _pick(self, row: Row) -> None:
+        self.dismiss(Picked(row.chat.id, row.hit.message_id if row.hit is not None else None))
 
     def action_leave(self) -> None:
         if self._renaming is not None:

@@ -23,8 +23,10 @@ from edgellm_tui.live import bytes_text
 from edgellm_tui.terminal_text import safe_line
 from edgellm_tui.widgets.figures import count_text, meter, parameters_text, rate_text
 
-ONE_LINE_CELLS = 66
-"""From so many cells on a model takes one line of the list, else two."""
+OTHER_CELLS = 40
+"""Of a line of the list beside the name and the quantization, with the gaps between."""
+MAX_NAME_CELLS = 40
+"""A name that is longer moves its own figures only."""
 
 TWO_LINES_CELLS = 44
 """Under so many cells these say its size only, not its form."""
@@ -144,9 +146,11 @@ class ModelsScreen(ModalScreen[str | None]):
 
     def _row(self, model: ModelInfo) -> Content:
         mark = "● " if model.name == self._current else "  "
+        names = max((len(m.name) for m in self._shown if len(m.name) <= MAX_NAME_CELLS), default=0)
+        types = max((len(m.quantization) for m in self._shown), default=0)
         facts = [
             f"{parameters_text(model.parameters):>5}",
-            f"{safe_line(model.quantization):<15}",
+            f"{safe_line(model.quantization):<{types}}",
             f"{bytes_text(model.file_bytes) if model.file_bytes else '':>8}",
             f"{'open' if model.name == self._current else 'here' if model.path else 'to fetch':<8}",
         ]
@@ -155,13 +159,12 @@ class ModelsScreen(ModalScreen[str | None]):
             fits, style = "no chat", "$warning"
         name = safe_line(model.name)
         cells = self.query_one(OptionList).content_size.width
-        wide = cells >= ONE_LINE_CELLS
+        wide = cells >= OTHER_CELLS + names + types
         if not wide:
             facts = [fact.strip() for fact in facts[0 if cells >= TWO_LINES_CELLS else 2 :] if fact.strip()]
         return Content.assemble(
             (mark, "$primary"),
-            # One that is longer than its column moves its own figures only.
-            (f"{name:<16}  " if wide else f"{name}\n    ", "bold"),
+            (f"{name:<{names}}  " if wide else f"{name}\n    ", "bold"),
             ("  ".join(facts) if wide else " · ".join(facts), "dim"),
             "  ",
             (fits, style),

@@ -7,7 +7,6 @@ import shlex
 import subprocess
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 
 from textual.app import SuspendNotSupported
@@ -106,11 +105,10 @@ class TextActions(ChatParts):
                 f"{self._model.name} cannot be told whether to think: its chat template has no such switch"
             )
             return
-        variables = dict(self._settings.template_variables) | {"enable_thinking": wanted}
-        self._settings = replace(self._settings, template_variables=variables)
+        self._conversation.set_thinks(wanted)
         word = "thinks" if wanted else "does not think"
         unsure = "" if self._settings.can_think else ", if its chat template knows that"
-        self.show_hint(f"From the next answer on the model {word}{unsure}")
+        self.show_hint(f"From the next answer of this chat on the model {word}{unsure}")
 
     # --- writing ---
 

@@ -249,6 +249,19 @@ class ChatPrompt(TextArea):
         start, end = self.selection
         self._replace_via_keyboard("\n", start, end)
 
+    # As in a shell: of the whole line, however it is wrapped.
+
+    def action_delete_to_start_of_line(self) -> None:
+        row, column = self.selection.end
+        if column == 0:
+            super().action_delete_to_start_of_line()  # joins it with the line above
+        else:
+            self._delete_via_keyboard((row, 0), (row, column))
+
+    def action_delete_to_end_of_line(self) -> None:
+        row, column = self.selection.end
+        self._delete_via_keyboard((row, column), (row, len(self.document.get_line(row))))
+
     def action_leave_or_delete(self) -> None:
         if self.text:
             self.action_delete_right()

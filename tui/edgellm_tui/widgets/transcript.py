@@ -18,6 +18,24 @@ from edgellm_tui.widgets.figures import count_text, parameters_text
 from edgellm_tui.widgets.folding import Fold, fold_distant
 from edgellm_tui.widgets.reply import Reply, place_text
 
+SHOWN_LINES = 16
+SHOWN_CHARACTERS = 4000
+"""A question with more (a file that goes along, a long paste) is shown by its ends, until it is clicked."""
+END_LINES = 5
+END_CHARACTERS = 600
+
+
+def shortened(text: str) -> tuple[str, str, str] | None:
+    """Beginning, what is left out between, and end of a long text; None for one that is shown whole."""
+    lines = text.split("\n")
+    many = len(lines) > SHOWN_LINES
+    if not many and len(text) <= SHOWN_CHARACTERS:
+        return None
+    head = ("\n".join(lines[:END_LINES]) if many else text)[:END_CHARACTERS]
+    tail = ("\n".join(lines[-END_LINES:]) if many else text)[-END_CHARACTERS:]
+    left = len(lines) - 2 * END_LINES if many else len(text) - len(head) - len(tail)
+    return head, f"… {count_text(left)} more {'lines' if many else 'characters'} · a click shows them", tail
+
 
 class UserMessage(Static):
     """What the person wrote, as written; where there are several versions, which one this is."""
@@ -26,15 +44,36 @@ class UserMessage(Static):
         self.text = text
         self.message_id = message_id
         self._place = ""
-        super().__init__(safe_text(text), markup=False, classes="user")
+        self._ends = shortened(text)
+        self._whole = self._ends is None
+        super().__init__(self._content(), markup=False, classes="user")
+
+    def _content(self) -> Content:
+        if self._whole or self._ends is None:
+            parts = [Content(safe_text(self.text))]
+        else:
+            head, left_out, tail = self._ends
+            parts = [
+                Content(safe_text(head)),
+                Content.styled(left_out, "dim italic"),
+                Content(safe_text(tail)),
+            ]
+        if self._place:
+            parts.append(Content.styled(self._place, "dim"))
+        return Content("\n").join(parts)
 
     def set_place(self, place: int, count: int, chosen: bool) -> None:
         """Says which of its versions this is."""
         shown = place_text(place, count, chosen)
         if shown != self._place:
             self._place = shown
-            line = Content(safe_text(self.text))
-            self.update(Content("\n").join([line, Content.styled(shown, "dim")]) if shown else line)
+            self.update(self._content())
+
+    def on_click(self) -> None:
+        # The end of a selection is a click too.
+        if self._ends is not None and not self.screen.get_selected_text():
+            self._whole = not self._whole
+            self.update(self._content())
 
 
 class Earlier(Static):
