@@ -31,6 +31,9 @@ class ChatMessage:
     name: str | None = None
 
 
+MAX_PENALTY = 1000
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How the next token is chosen.
@@ -83,7 +86,12 @@ class SamplingParams:
         check("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (off)")
         check("min_p", 0 <= self.min_p <= 1, "from 0 (off) to 1")
         check("typical_p", 0 < self.typical_p <= 1, "above 0 and at most 1 (off)")
-        check("repetition_penalty", self.repetition_penalty > 0, "above 0")
+        most = MAX_PENALTY  # far beyond any use; without a bound a logit may become infinite
+        check(
+            "repetition_penalty", 1 / most <= self.repetition_penalty <= most, f"from {1 / most:g} to {most}"
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            check(name, abs(getattr(self, name)) <= most, f"from -{most} to {most}")
         check("seed", self.seed is None or _is_int(self.seed), "an integer")
         check(
             "max_new_tokens",
@@ -154,6 +162,8 @@ class GenerationRequest:
     """The whole answer keeps to it; complete, it ends with STOP. Cut by a limit it may be incomplete."""
     prediction_token_ids: tuple[int, ...] = ()
     speculate: bool = True
+    max_draft: int | None = None
+    """Tokens drafted per step at most; None is the engine's limit."""
     kv_policy: str = "stop"
     """stop, window or budget (cache/eviction.py); trim is done by whoever makes the request."""
     kv_keep: int | None = None

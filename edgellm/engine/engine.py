@@ -258,7 +258,11 @@ class Engine:
         """Tokens per step that a runner which drafts itself may draft."""
         if self._speculator is not None or not request.speculate or request.constraint is not None:
             return 0
-        return self._kv.lookahead
+        return self._most_drafted(request)
+
+    def _most_drafted(self, request: GenerationRequest) -> int:
+        most = self._kv.lookahead
+        return most if request.max_draft is None else min(most, request.max_draft)
 
     def _eviction_plan(self, request: GenerationRequest) -> EvictionPlan | None:
         """What a request's policy makes of its KV; None keeps all. BadInputError where it cannot be done."""
@@ -322,7 +326,8 @@ class Engine:
         for sample in decoding:
             sequence = sample.sequence
             sequence.draft_limit = 0
-            most = min(self._kv.lookahead, sequence.max_new_tokens - sequence.num_answered - 1)
+            left = sequence.max_new_tokens - sequence.num_answered - 1
+            most = min(self._most_drafted(sample.request), left)
             if most > 0:
                 # Masks of drafted rows are made before the step; a draft model must see all of a text.
                 free = not sample.token_masks and not (

@@ -26,6 +26,7 @@ from edgellm.contracts import (
 from edgellm.engine.async_engine import AsyncEngine, TokenStream
 from edgellm.log import log_answer, log_notice
 from edgellm.server.metrics import ServerMetrics
+from edgellm_models.errors import EdgeLLMError
 
 MERGED_EVENTS = 256
 """Of several prompts, that wait for one reader; the engine's queues merge what is more."""
@@ -86,9 +87,14 @@ class Answering:
     async def events(self) -> AsyncIterator[tuple[int, ChatEvent]]:
         """(index of the choice, event), to the Finished of every choice. Raises what ``submit`` raises."""
         streams: list[TokenStream] = []
+        left = "cancelled"
         try:
             for request in self._requests:
-                streams.append(self._engine.submit(request))
+                try:
+                    streams.append(self._engine.submit(request))
+                except EdgeLLMError:
+                    left = "engine"
+                    raise
             async for number, event in _merged(streams):
                 for found in self._take(number, event):
                     yield found
@@ -96,7 +102,7 @@ class Answering:
             for stream in streams:
                 await stream.aclose()
             if any(choice.finished is None for choice in self.choices):
-                self._metrics.ended("cancelled", time.monotonic() - self._start)
+                self._metrics.ended(left, time.monotonic() - self._start)
 
     def _take(self, number: int, event: TokenEvent) -> list[tuple[int, ChatEvent]]:
         """What an event of the engine tells the reader."""

@@ -21,7 +21,7 @@ from edgellm.server.model_host import ModelHost
 from edgellm.server.model_routes import ModelRoutes
 from edgellm.server.settings import ServerSettings
 from edgellm.server.sse import ClientGoneError
-from edgellm_models.errors import EdgeLLMError
+from edgellm_models.errors import EdgeLLMError, EngineError
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -104,8 +104,9 @@ def _answered(endpoint: Endpoint, metrics: ServerMetrics) -> Endpoint:
             return Response(status_code=499)  # nobody reads it
         except EdgeLLMError as error:
             problem = api_error(error)
-        if request.method == "POST" and problem.status != 500:
-            metrics.refused(problem.status)
+            problem.counted = isinstance(error, EngineError)  # where it was to be answered
+        if request.method == "POST" and not problem.counted:
+            metrics.refused(problem.status, problem.code)
         return json_response(problem.body(), problem.status, problem.headers())
 
     return answer

@@ -246,10 +246,14 @@ def raise_failure(choice: Choice) -> None:
     """ApiError when an answer failed, or was out of time before it began."""
     finished = choice.finished
     assert finished is not None
+    error = None
     if finished.reason is FinishReason.ERROR:
-        raise engine_failure(finished.error)
-    if choice.timed_out and not finished.usage.completion_tokens:
-        raise out_of_time()
+        error = engine_failure(finished.error)
+    elif choice.timed_out and not finished.usage.completion_tokens:
+        error = out_of_time()
+    if error is not None:
+        error.counted = True  # by Answering
+        raise error
 
 
 def engine_failure(error: str | None) -> ApiError:

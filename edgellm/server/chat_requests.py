@@ -107,6 +107,7 @@ def engine_fields(options: Options, tokenizer: Tokenizer, timeout_s: float | Non
         "cache_salt": options.cache_salt,
         "prediction_token_ids": tuple(prediction),
         "speculate": options.speculate,
+        "max_draft": options.max_draft,
         "deadline": None if timeout_s is None else time.monotonic() + timeout_s,
     }
 

@@ -128,6 +128,8 @@ def read_message(message: Mapping[str, Any], prefix: str) -> ChatMessage:
         parts = content
     elif isinstance(content, list):
         parts = tuple(_part(part, f"{prefix}content.{i}.") for i, part in enumerate(content))
+        if len(parts) == 1:  # as a text it is found again among the answers that were given
+            parts = parts[0].text
     else:
         raise fields.refuse("content", "a text or a list of parts")
     calls = tuple(

@@ -27,6 +27,7 @@ from edgellm.server.metrics import ServerMetrics
 from edgellm.server.model_host import ModelHost, ServedModel
 from edgellm.server.settings import ServerSettings
 from edgellm.server.sse import until_client_leaves
+from edgellm_models.errors import EngineError
 
 PRIORITY = 1
 """Batch work: an answer that somebody waits for goes first."""
@@ -60,7 +61,10 @@ class EmbeddingRoutes:
                 vectors = await self._all(model, wanted, prompts, notices)
                 reason = "stop"
             except ApiError as error:
-                reason = _reason(error)
+                reason, error.counted = _reason(error), True
+                raise
+            except EngineError:
+                reason = "engine"
                 raise
             finally:
                 self._metrics.ended(reason, time.monotonic() - begin)

@@ -103,7 +103,13 @@ class GenerationRoutes:
             prepared = await self.prepare(model, chat)
             _, answering = self.chat_answers(model, chat, prepared)
             answers = ResponsesAnswers(
-                answering, chat.options, model.info.name, prepared.kv_policy, prepared.notices
+                answering,
+                chat.options,
+                model.info.name,
+                prepared.kv_policy,
+                model.tokenizer,
+                prepared.notices,
+                body,
             )
             return await self.respond(answers, answering, chat.options.stream, stack)
 

@@ -21,6 +21,7 @@ REASONS = (
     "bad_request",
     "engine",
     "queue_full",
+    "unavailable",
 )
 """Why requests ended."""
 
@@ -68,12 +69,11 @@ class ServerMetrics:
         self.requests[reason] = self.requests.get(reason, 0) + 1
         self.latency.observe(latency_s)
 
-    def refused(self, status: int) -> None:
-        """A request was turned away before it reached the engine."""
-        reasons = {429: "queue_full", 503: "no_memory"}
-        if status in reasons or 400 <= status < 500:
-            reason = reasons.get(status, "bad_request")
-            self.requests[reason] += 1
+    def refused(self, status: int, code: str | None) -> None:
+        """A request was turned away before it reached the engine: the status and code of its error."""
+        reasons = {429: "queue_full", 500: "engine", 503: "unavailable"}
+        reason = "no_memory" if code == "out_of_memory" else reasons.get(status, "bad_request")
+        self.requests[reason] += 1
 
     def used(self, usage: Usage, *, with_prompt: bool = True) -> None:
         """The tokens of one answer; the prompt of several answers to one request counts once."""

@@ -58,7 +58,7 @@ SAMPLING: dict[str, Any] = {
     "top_k": integer(-1),
     "min_p": number(0, 1),
     "typical_p": {**number(0, 1), "exclusiveMinimum": 0},
-    "repetition_penalty": {**number(0, 100), "exclusiveMinimum": 0},
+    "repetition_penalty": number(0.001, 100),
     "presence_penalty": number(-2, 2),
     "frequency_penalty": number(-2, 2),
     "logit_bias": {"type": "object", "additionalProperties": number(-100, 100)},

@@ -88,6 +88,7 @@ class Options:
     cache_salt: str
     prediction: str
     speculate: bool
+    max_draft: int | None
     kv_policy: str | None
     """None is the server's."""
     kv_keep: int | None
@@ -147,10 +148,10 @@ def read_options(
         salt = uuid.uuid4().hex
     fields.text("prompt_cache_key")  # routes requests at OpenAI; here all share one cache
     speculative = fields.object("speculative")
-    speculate = True
+    speculate, max_draft = True, None
     if speculative is not None:
-        speculate = speculative.choice("mode", ("auto", "off"), "auto") != "off"
-        speculative.integer("max", 0, 64)
+        max_draft = speculative.integer("max", 0, 64)
+        speculate = speculative.choice("mode", ("auto", "off"), "auto") != "off" and max_draft != 0
     return Options(
         model=fields.text("model"),
         sampling=sampling,
@@ -162,6 +163,7 @@ def read_options(
         cache_salt=salt,
         prediction=_prediction(fields),
         speculate=speculate,
+        max_draft=max_draft,
         kv_policy=kv_policy,
         kv_keep=kv_keep,
         conversation_id=fields.text("conversation_id") or None,
@@ -189,7 +191,7 @@ def _sampling(fields: Fields, defaults: SamplingParams, max_tokens: int | None) 
         "top_k": fields.integer("top_k", -1, MAX_TOKENS),
         "min_p": fields.number("min_p", 0, 1),
         "typical_p": fields.number("typical_p", 0, 1),
-        "repetition_penalty": fields.number("repetition_penalty", 0, 100),
+        "repetition_penalty": fields.number("repetition_penalty", 0.001, 100),
         "presence_penalty": fields.number("presence_penalty", -2, 2),
         "frequency_penalty": fields.number("frequency_penalty", -2, 2),
         "seed": fields.integer("seed", -MAX_SEED - 1, MAX_SEED),
@@ -197,7 +199,7 @@ def _sampling(fields: Fields, defaults: SamplingParams, max_tokens: int | None) 
     }
     if said["top_k"] == -1:  # vLLM's spelling of "off"
         said["top_k"] = 0
-    for name in ("top_p", "typical_p", "repetition_penalty"):
+    for name in ("top_p", "typical_p"):
         if said[name] == 0:
             raise fields.refuse(name, "above 0")
     values = {name: value for name, value in said.items() if value is not None}

@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from edgellm.contracts import Delta, Finished, FinishReason, Notice, NoticeEvent
+from edgellm.contracts import Delta, Finished, FinishReason, Notice, NoticeEvent, TokenLogprob
 from edgellm.server.answering import Answering
 from edgellm.server.api_errors import ApiError
-from edgellm.server.chat_answers import final_extras, new_id, notice_json, raise_failure, usage_json
+from edgellm.server.chat_answers import (
+    LogprobWriter,
+    final_extras,
+    new_id,
+    notice_json,
+    raise_failure,
+    usage_json,
+)
 from edgellm.server.options import Options
+from edgellm_models.tokenizer.base import Tokenizer
+
+ASKED: dict[str, Any] = {
+    "instructions": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+}
+"""Fields of a request that its response repeats, and what they are where nothing was said."""
 
 
 class ResponsesAnswers:
@@ -22,9 +40,16 @@ class ResponsesAnswers:
         options: Options,
         model_name: str,
         kv_policy: str,
+        tokenizer: Tokenizer,
         notices: Sequence[Notice] = (),
+        body: Mapping[str, Any] | None = None,
     ) -> None:
+        """``body``: the request, of which the response says again what it went by."""
         self.id = new_id("resp_")
+        asked = {key: value for key, value in (body or {}).items() if value is not None}
+        self._asked = {**ASKED, **{key: asked[key] for key in ASKED if key in asked}}
+        constrained = answering.choices[0].request.constraint is not None
+        self._logprobs = LogprobWriter(tokenizer, options.logprobs or 0, strips_first=not constrained)
         self._answering = answering
         self._options = options
         self._model = model_name
@@ -70,8 +95,8 @@ class ResponsesAnswers:
                     if event.reasoning:
                         for told in self._add_text("reasoning", event.reasoning):
                             yield told
-                    if event.text:
-                        for told in self._add_text("message", event.text):
+                    if event.text or self._is_open("message"):
+                        for told in self._add_text("message", event.text, event.logprobs):
                             yield told
                     if event.tool_call is not None:
                         for told in self._close():
@@ -84,9 +109,16 @@ class ResponsesAnswers:
         finally:
             await events.aclose()  # type: ignore[attr-defined]
 
-    def _add_text(self, kind: str, text: str) -> list[dict[str, Any]]:
+    def _is_open(self, kind: str) -> bool:
+        return bool(self._items) and (self._items[-1]["type"], self._items[-1]["status"]) == (
+            kind,
+            "in_progress",
+        )
+
+    def _add_text(self, kind: str, text: str, logprobs: Sequence[TokenLogprob] = ()) -> list[dict[str, Any]]:
+        """``logprobs``: of the tokens of the text; of one that is no text only where a message is open."""
         told: list[dict[str, Any]] = []
-        if not self._items or self._items[-1]["type"] != kind or self._items[-1]["status"] == "completed":
+        if not self._is_open(kind):
             told += self._close()
             item: dict[str, Any] = {
                 "id": new_id("rs_" if kind == "reasoning" else "msg_"),
@@ -101,10 +133,17 @@ class ResponsesAnswers:
             told.append(self._event("response.output_item.added", output_index=self._index, item=_copy(item)))
             part = _part(kind, "")
             item["content"].append(part)
-            told.append(self._part_event("response.content_part.added", part=dict(part)))
-        self._items[-1]["content"][0]["text"] += text
-        name = "response.output_text.delta" if kind == "message" else "response.reasoning_text.delta"
-        told.append(self._part_event(name, delta=text, **({"logprobs": []} if kind == "message" else {})))
+            told.append(self._part_event("response.content_part.added", part=_part(kind, "")))
+        part = self._items[-1]["content"][0]
+        part["text"] += text
+        if kind == "reasoning":
+            return [*told, self._part_event("response.reasoning_text.delta", delta=text)]
+        entries = (
+            [self._logprobs.entry(one) for one in logprobs] if self._options.logprobs is not None else []
+        )
+        part["logprobs"] += entries
+        if text or entries:
+            told.append(self._part_event("response.output_text.delta", delta=text, logprobs=entries))
         return told
 
     def _add_call(self, call: Any) -> list[dict[str, Any]]:
@@ -141,7 +180,9 @@ class ResponsesAnswers:
         message = item["type"] == "message"
         name = "response.output_text.done" if message else "response.reasoning_text.done"
         return [
-            self._part_event(name, text=part["text"], **({"logprobs": []} if message else {})),
+            self._part_event(
+                name, text=part["text"], **({"logprobs": [*part["logprobs"]]} if message else {})
+            ),
             self._part_event("response.content_part.done", part=dict(part)),
             self._event("response.output_item.done", output_index=self._index, item=_copy(item)),
         ]
@@ -175,16 +216,12 @@ class ResponsesAnswers:
             "output": [_copy(item) for item in self._items],
             "error": None,
             "incomplete_details": None,
-            "instructions": None,
-            "metadata": {},
-            "parallel_tool_calls": True,
+            **self._asked,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "max_output_tokens": sampling.max_new_tokens,
             "previous_response_id": None,
             "store": False,
-            "tool_choice": "auto",
-            "tools": [],
             "usage": None,
         }
         if status == "in_progress":
@@ -217,4 +254,7 @@ def _part(kind: str, text: str) -> dict[str, Any]:
 
 
 def _copy(item: dict[str, Any]) -> dict[str, Any]:
-    return {**item, "content": [dict(part) for part in item["content"]]} if "content" in item else dict(item)
+    if "content" not in item:
+        return dict(item)
+    parts = [{key: [*v] if isinstance(v, list) else v for key, v in part.items()} for part in item["content"]]
+    return {**item, "content": parts}

@@ -14,6 +14,7 @@ from edgellm.server.options import HARMLESS, check_names
 
 SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "top_logprobs", "truncation")
 """Fields that mean the same in a chat completion."""
+INCLUDED_LOGPROBS = "message.output_text.logprobs"
 OWN = ("input", "instructions", "max_output_tokens", "text", "tools", "tool_choice", "reasoning", "include")
 EXTRAS = ("top_k", "min_p", "seed", "stop", "cache_salt", "conversation_id", "chat_template_kwargs")
 REFUSED = {
@@ -36,11 +37,14 @@ def read_responses(body: Mapping[str, Any], defaults: SamplingParams, *, strict:
         strict=strict,
         harmless=(*HARMLESS, *REFUSED, "max_tool_calls"),
     )
-    if fields.raw("include"):
+    included = fields.raw("include") or []
+    if not isinstance(included, list):
+        raise fields.refuse("include", "a list of names")
+    if [name for name in included if name != INCLUDED_LOGPROBS]:
         warnings = (*warnings, "include asks for what is not made here and was ignored")
     chat: dict[str, Any] = {name: body[name] for name in (*SAME, *EXTRAS) if fields.has(name)}
     chat["messages"] = _messages(fields)
-    if fields.has("top_logprobs"):
+    if fields.has("top_logprobs") or INCLUDED_LOGPROBS in included:
         chat["logprobs"] = True
     if fields.has("max_output_tokens"):
         chat["max_completion_tokens"] = fields.raw("max_output_tokens")

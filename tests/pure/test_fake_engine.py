@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -129,6 +130,14 @@ def test_several_tokens_per_step_are_as_one_by_one(burst: int, window: int | Non
             assert last.usage is not None and last.usage.completion_tokens == len(ids)
             results.append((ids, text_of(events), last.finish_reason, last.notice))
         assert results[0] == results[1]
+
+
+@pytest.mark.parametrize(("most", "expected"), [(None, 4), (9, 4), (2, 2), (1, 1), (0, 0)])
+def test_a_request_may_ask_for_shorter_drafts(most: int | None, expected: int) -> None:
+    engine, runner = make(burst=5)
+    engine.submit(replace(request(max_new_tokens=11), max_draft=most))
+    assert text_of(drain(engine)) == "hello world"
+    assert max(s.draft_limit for plan in runner.plans for s in plan.sequences) == expected
 
 
 def test_the_text_of_the_stream_is_the_decode_of_the_whole() -> None:
@@ -281,7 +290,7 @@ def test_no_tokens_asked_for_or_no_room() -> None:
         ({"logprobs": 21}, ["21", "20"]),
         ({"sampling": SamplingParams(logit_bias={300: 1.0})}, ["300", "258"]),
         ({"sampling": SamplingParams(logit_bias=dict.fromkeys(range(258), -100.0))}, ["every"]),
-        ({"task": Task.EMBED}, ["task"]),
+        ({"task": Task.EMBED, "pooling": "max"}, ["pooling", "max"]),
         ({"prompt_logprobs": 21}, ["prompt_logprobs", "21", "20"]),
         ({"kv_policy": "h2o"}, ["h2o", "stop"]),
         ({"kv_policy": "budget", "kv_keep": 1}, ["--kv-budget 1 ", "or more"]),

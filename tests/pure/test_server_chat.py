@@ -170,6 +170,8 @@ def test_stop_strings_end_an_answer_and_are_not_shown(stop: Any) -> None:
         ({"top_p": 0}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
         ({"min_p": 2}, "min_p"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 5e-324}, "repetition_penalty"),
         ({"n": 0}, "n"),
         ({"n": 9}, "n"),
         ({"max_tokens": -1}, "max_tokens"),
@@ -262,6 +264,9 @@ def test_every_supported_field_reaches_the_engine() -> None:
     options = chat.options
     assert (options.n, options.logprobs, options.cache_salt, options.prediction) == (2, 4, "salt", "abc")
     assert (options.speculate, options.kv_policy, options.kv_keep) == (False, "window", 99)
+    for said, meant in (({"max": 3}, (True, 3)), ({"max": 0}, (False, 0)), ({"mode": "auto"}, (True, None))):
+        options = read_chat(chat_body(speculative=said), SamplingParams()).options
+        assert (options.speculate, options.max_draft) == meant
     assert read_chat(chat_body(), SamplingParams(top_k=50)).options.sampling.top_k == 50
     assert read_chat(chat_body(truncation="auto"), SamplingParams()).options.kv_policy == "trim"
     assert not options.warnings and set(body) <= CHAT_FIELDS | HARMLESS
@@ -457,6 +462,50 @@ def test_request_timeout_cuts_an_answer_and_says_so() -> None:
             assert 'requests_total{status="timeout"} 1' in client.get("/metrics").text
 
 
+def ended(found: Running) -> dict[str, int]:
+    """Requests that ended, by reason, as far as there are any."""
+    with http(found.address) as client:
+        lines = client.get("/metrics").text.splitlines()
+    counts = (line.split('status="')[1].split('"} ') for line in lines if "requests_total{" in line)
+    return {reason: int(count) for reason, count in counts if int(count)}
+
+
+def test_every_request_is_counted_once_by_its_reason() -> None:
+    """Whole, streamed or refused."""
+    with serving(lambda: scripted_model(says("ab" * 30), num_blocks=16), queue=0) as found:
+        for stream in (False, True):
+            assert post(found, chat_body(stream=stream)).status_code in (200, 503)
+        assert post(found, chat_body("x" * 2000)).status_code == 503
+        assert ended(found) == {"no_memory": 3}
+        assert post(found, chat_body(max_tokens=2)).status_code == 200
+        assert post(found, chat_body(n=9)).status_code == 400
+        assert post(found, chat_body(model="other")).status_code == 404
+        assert post(found, chat_body(stop="b", stream=True)).status_code == 200
+        assert ended(found) == {"no_memory": 3, "length": 1, "bad_request": 2, "stop": 1}
+        found.loop.call_soon_threadsafe(found.scripted.model.engine.close)
+    gate = StepGate()
+    with serving(lambda: scripted_model(gate=gate), wait=False) as found:
+        until(lambda: bool(found.made))
+        until(lambda: http(found.address).get("/health").status_code == 200)
+        found.scripted.model.engine.close()
+        assert post(found, chat_body()).status_code == 500
+        assert post(found, {"input": "a"}, "/v1/embeddings").status_code == 500
+        assert ended(found) == {"engine": 2}
+
+
+def test_a_server_that_loads_or_ends_is_unavailable() -> None:
+    go_on = threading.Event()
+
+    def make() -> Scripted:
+        assert go_on.wait(WAIT_S)
+        return scripted_model()
+
+    with serving(make, wait=False) as found:
+        assert post(found, chat_body()).status_code == 503
+        assert ended(found) == {"unavailable": 1}
+        go_on.set()
+
+
 def test_an_error_in_the_middle_of_a_stream_is_its_last_event() -> None:
     with serving(lambda: scripted_model(says("abcdef"), error_at=3)) as found:
         events = events_of(post(found, chat_body(stream=True)).text)
@@ -505,13 +554,17 @@ def test_clients_that_leave_at_any_moment_leave_nothing_behind() -> None:
 
         asyncio.run(all_leave())
         engine = found.scripted.model.engine
-        until(lambda: not engine.call(found.scripted.core.has_work))
-        counts = engine.stats().kv_blocks
-        assert counts["used"] == counts["shared"] == 0
-        engine.call(found.scripted.core.check_integrity)
         with http(found.address) as client:
-            status = client.get("/v1/edge/status").json()
-            assert status["open_requests"] == 0
+
+            def nothing_is_left() -> bool:
+                """What the last of them sent may still be on its way in."""
+                status = client.get("/v1/edge/status").json()
+                counts = engine.stats().kv_blocks
+                in_use = status["open_requests"] + counts["used"] + counts["shared"]
+                return not in_use and not engine.call(found.scripted.core.has_work)
+
+            until(nothing_is_left)
+            engine.call(found.scripted.core.check_integrity)
             assert client.post("/v1/chat/completions", json=chat_body(max_tokens=3)).status_code == 200
 
 
@@ -708,9 +761,7 @@ def test_a_chat_goes_on_while_texts_are_embedded_and_texts_end_with_their_client
 
                 def embedding_runs() -> bool:
                     gate.let()
-                    return any(
-                        s.num_states for plan in found.scripted.runner.plans for s in plan.sequences
-                    )
+                    return any(s.num_states for plan in found.scripted.runner.plans for s in plan.sequences)
 
                 until(embedding_runs)
                 for _ in range(20):  # each token of the chat comes although texts are not done

@@ -20,6 +20,7 @@ from edgellm.contracts import (
     StepPlan,
     StepResult,
     TokenEvent,
+    TokenLogprob,
     Usage,
 )
 from edgellm_models.errors import Notice
@@ -87,11 +88,14 @@ class FakeRunner:
     raise_at_step: int | None = None
     """Step at which ``execute`` raises: an engine fault."""
     delay_s: float = 0.0
+    logprobs: bool = False
+    """Whether it reports some, made up, of as many alternatives as are asked for."""
     plans: list[StepPlan] = field(default_factory=list)
     prompts: dict[int, tuple[int, ...]] = field(default_factory=dict)
     answers: dict[int, list[int]] = field(default_factory=dict)
     committed: dict[int, int] = field(default_factory=dict)
     poolings: dict[int, str | None] = field(default_factory=dict)
+    tops: dict[int, int | None] = field(default_factory=dict)
 
     def execute(self, plan: StepPlan) -> StepResult:
         if self.delay_s:
@@ -103,11 +107,13 @@ class FakeRunner:
             del self.prompts[ended], self.answers[ended]
             self.committed.pop(ended, None)
             self.poolings.pop(ended, None)
+            self.tops.pop(ended, None)
         for start in plan.started:
             assert start.sequence_id not in self.prompts
             self.prompts[start.sequence_id] = start.prompt_token_ids
             self.answers[start.sequence_id] = []
             self.poolings[start.sequence_id] = start.pooling
+            self.tops[start.sequence_id] = start.logprobs
         return StepResult(plan.step, tuple(self._result(s) for s in plan.sequences))
 
     def _result(self, planned: PlannedSequence) -> SequenceResult:
@@ -142,8 +148,12 @@ class FakeRunner:
             new = [new[0] if new[0] in allowed else allowed[0]]
         answer.extend(new)
         self.committed[sid] = len(prompt) + len(answer) - 1
+        told = tuple(TokenLogprob(t, -0.5, self._best(sid, t)) for t in new) if self.logprobs else ()
         drafted = {"draft_proposed": count - 1, "draft_accepted": count - 1}
-        return SequenceResult(sid, tuple(new), **drafted, block_scores=scores)  # type: ignore[arg-type]
+        return SequenceResult(sid, tuple(new), **drafted, logprobs=told, block_scores=scores)  # type: ignore[arg-type]
+
+    def _best(self, sequence_id: int, token_id: int) -> tuple[tuple[int, float], ...]:
+        return tuple((token_id + i, -0.5 - i) for i in range(self.tops.get(sequence_id) or 0))
 
 
 @dataclass(frozen=True)
