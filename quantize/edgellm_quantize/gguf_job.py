@@ -165,7 +165,6 @@ def _mixture(
 ) -> Mixture:
     """The types of all tensors: the mixture's, or what the target of bits per weight allows."""
     from edgellm_quantize.kquant_mix import choose_types
-    from edgellm_quantize.original_importance import original_importance
     from edgellm_quantize.target_size import choose_for_size, read_types, write_types
 
     recipe = job.recipe
@@ -183,17 +182,14 @@ def _mixture(
     kept = _types_file(job)
     if job.resume and kept.is_file():
         return read_types(kept, shapes)
-    if calibration is not None:
-        importance = original_importance(
-            model.checkpoint, calibration, calibration_name(job), lambda done: tell(0.02 * done)
-        )
     mixture = choose_for_size(
         model,
         recipe.target_bpw,
         pinned={name: mixture.tensors[name] for name in mixture.overridden},
         importance=importance,
         sequences=None if calibration is None else calibration.sequences,
-        on_progress=lambda done: tell(0.02 + 0.03 * done),
+        has_feedback=calibration is not None and recipe.method != "rtn",
+        on_progress=lambda done: tell(0.05 * done),
     )
     if calibration is not None:
         write_types(kept, mixture)

@@ -26,7 +26,7 @@ Array = np.ndarray[Any, Any]
 
 _SAMPLE_WEIGHTS = 1 << 19
 """Weights of a tensor that are encoded to learn the error of a type."""
-_REFERENCE = "Q4_0"
+REFERENCE = "Q4_0"
 """The type whose loss is measured; small errors cost in proportion, so other types follow from theirs."""
 _TOKENS = 512
 _LENGTH = 128
@@ -65,15 +65,20 @@ def type_options(
 ) -> dict[str, list[TypeOption]]:
     """Every candidate type of each matrix with its bytes and its loss.
 
-    Errors are those of the fast search on a sample of rows, weighted by column with ``importance``. A type
-    that the source holds already costs nothing.
+    Errors are those of the fast search on a sample of rows, weighted by column with ``importance``; a
+    measured sensitivity goes with unweighted errors, as it was measured: one huge input would hide the other
+    columns. A type that the source holds already costs nothing.
     """
     options: dict[str, list[TypeOption]] = {}
     for place, name in enumerate(names):
         on_progress(place / len(names))
         info = checkpoint.tensors()[name]
-        weights = None if importance is None else importance.column_weights(name, info.shape[-1])
-        rows = _sample(_dense(checkpoint, name))
+        weights = (
+            None
+            if importance is None or sensitivity.measured
+            else importance.column_weights(name, info.shape[-1])
+        )
+        rows = _sample(dense(checkpoint, name))
         count, columns = math.prod(info.shape[:-1]), info.shape[-1]
         found = []
         for kind in candidate_types(columns):
@@ -115,13 +120,13 @@ def measured_sensitivity(
     variants: dict[str, Stream] = {}
 
     def replace(name: str) -> LayerLoader:
-        weight = _dense(checkpoint, name)
-        values = _rounded(weight.numpy(), _REFERENCE)
+        weight = dense(checkpoint, name)
+        values = _rounded(weight.numpy(), REFERENCE)
         errors[name] = float(np.square(values - weight.numpy()).sum() / max(1e-30, weight.square().sum()))
         rounded.replaced = {name: _as_tensor(values)}
         return LayerLoader(rounded)
 
-    fitting = [name for name in names if _is_fitting(checkpoint.tensors()[name].shape[-1])]
+    fitting = [name for name in names if fits_reference(checkpoint.tensors()[name].shape[-1])]
     heads = [name for name in fitting if not is_block_linear(name)]
     if "token_embd.weight" in heads:
         variants["token_embd.weight"] = open_stream(replace("token_embd.weight"), shown, _TOKENS)
@@ -144,7 +149,7 @@ def measured_sensitivity(
     states = {name: _scored(stream) for name, stream in variants.items()}
     losses = _divergences(loader, checkpoint, _scored(base), states, rounded_head=_head_name(loader))
     per_error = {name: max(loss, 1e-12) / max(errors[name], 1e-12) for name, loss in losses.items()}
-    return Sensitivity(_filled(per_error, names, count), True)
+    return Sensitivity(filled(per_error, names, count), True)
 
 
 def _divergences(
@@ -158,10 +163,10 @@ def _divergences(
     from edgellm_kernels.weights import DenseWeight
 
     kernels, norm = loader.kernels, loader.output_norm()
-    head = _dense(checkpoint, rounded_head)
+    head = dense(checkpoint, rounded_head)
     heads = {False: DenseWeight(head)}
     if rounded_head in states:
-        heads[True] = DenseWeight(_as_tensor(_rounded(head.numpy(), _REFERENCE)))
+        heads[True] = DenseWeight(_as_tensor(_rounded(head.numpy(), REFERENCE)))
 
     def logs(hidden: torch.Tensor, rounded: bool) -> torch.Tensor:
         prepared, _ = kernels.add_rms_norm(None, hidden, norm, loader.spec.rms_eps)
@@ -209,7 +214,8 @@ def _as_tensor(values: Array) -> torch.Tensor:
     return torch.from_numpy(values)
 
 
-def _dense(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+def dense(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+    """f32 of a matrix, whatever it is stored in."""
     from edgellm_quantize.grids import dequantize
 
     return dequantize(checkpoint.weight(name)).float().contiguous()
@@ -228,8 +234,9 @@ def _nbytes(kind: str, rows: int, columns: int) -> int:
     return rows * GGML_TYPES_BY_NAME[kind].row_bytes(columns)
 
 
-def _is_fitting(columns: int) -> bool:
-    return columns % GGML_TYPES_BY_NAME[_REFERENCE].block_elements == 0
+def fits_reference(columns: int) -> bool:
+    """Whether rows of so many weights can have the reference type."""
+    return columns % GGML_TYPES_BY_NAME[REFERENCE].block_elements == 0
 
 
 def _head_name(loader: LayerLoader) -> str:
@@ -248,8 +255,8 @@ def _scored(stream: Stream) -> torch.Tensor:
     return torch.cat(stream.real_state())[::_SCORED_EVERY]
 
 
-def _filled(measured: Mapping[str, float], names: Sequence[str], num_layers: int) -> dict[str, float]:
-    """Layers between measured ones by interpolation of the logarithm; what fits no block counts nothing."""
+def filled(measured: Mapping[str, float], names: Sequence[str], num_layers: int) -> dict[str, float]:
+    """Layers between measured ones by interpolation of the logarithm; what fits no block counts little."""
     by_stem: dict[str, list[tuple[int, float]]] = {}
     for name, value in measured.items():
         if is_block_linear(name):

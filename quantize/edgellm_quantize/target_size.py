@@ -12,17 +12,26 @@ from typing import TYPE_CHECKING
 from edgellm_kernels.ggml_types import GGML_TYPES_BY_NAME
 from edgellm_models.checkpoint.json_files import read_json_object
 from edgellm_models.errors import BadInputError, Notice, OutputError, UsageError
+from edgellm_quantize.feedback_share import feedback_shares
+from edgellm_quantize.hf_tensors import is_block_linear
 from edgellm_quantize.kquant_mix import FILE_TYPE_IDS, Mixture, is_quantized
 from edgellm_quantize.recipe import GGUF_DENSE_TYPES, TENSOR_TYPES
-from edgellm_quantize.sensitivity import measured_sensitivity, structural_sensitivity, type_options
+from edgellm_quantize.sensitivity import (
+    Sensitivity,
+    measured_sensitivity,
+    structural_sensitivity,
+    type_options,
+)
 from edgellm_quantize.type_budget import TypeOption, choose_under_budget
 
 if TYPE_CHECKING:
     from edgellm_quantize.gguf_source import GGUFSource
     from edgellm_quantize.imatrix_file import ImportanceMatrix
 
-_MEASURING_SHARE = 0.7
+_MEASURING_SHARE = 0.6
 """Of the time that choosing takes, where the model runs for it."""
+_FEEDBACK_END = 0.9
+"""... and where what error feedback leaves is measured then."""
 
 
 def choose_for_size(
@@ -32,15 +41,17 @@ def choose_for_size(
     pinned: Mapping[str, str] | None = None,
     importance: ImportanceMatrix | None = None,
     sequences: Sequence[Sequence[int]] | None = None,
+    has_feedback: bool = False,
     on_progress: Callable[[float], None] = lambda done: None,
 ) -> Mixture:
     """The types with the least loss whose tensors together take ``target_bpw`` bits per weight or less.
 
     Args:
         pinned: tensors whose type the user has named.
-        importance: weights of the columns in the errors.
+        importance: weights of the columns in the errors, where no sequences are given.
         sequences: token ids on which the model shows what an error of each matrix costs; None takes the
             errors of the weights alone, and a notice says so.
+        has_feedback: the matrices of the blocks will be rounded with error feedback.
 
     UsageError where even the smallest types take more.
     """
@@ -55,6 +66,16 @@ def choose_for_size(
     share = _MEASURING_SHARE if sequences else 0.0
     if sequences:
         sensitivity = measured_sensitivity(checkpoint, names, sequences, lambda d: on_progress(share * d))
+        if has_feedback:
+            shares = feedback_shares(
+                checkpoint, names, sequences, lambda d: on_progress(share + (_FEEDBACK_END - share) * d)
+            )
+            # A lookup by row, and what follows the last block, get no feedback: a bit buys more there.
+            after = {
+                name: loss * (shares[name] if is_block_linear(name) else 1.0)
+                for name, loss in sensitivity.loss.items()
+            }
+            sensitivity, share = Sensitivity(after, True), _FEEDBACK_END
     else:
         sensitivity = structural_sensitivity(names, model.shape.num_layers)
         detail = (

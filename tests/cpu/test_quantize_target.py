@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,16 @@ import torch
 
 from edgellm_models.checkpoint import open_checkpoint
 from edgellm_models.errors import ResourceError, UsageError
-from edgellm_models.network.build import build_decoder
+from edgellm_models.network.build import LayerLoader, build_decoder
 from edgellm_quantize.api import quantize_model
 from edgellm_quantize.calibration import CalibrationTokens
-from edgellm_quantize.grids import dequantize
+from edgellm_quantize.capture import collect, open_stream
+from edgellm_quantize.feedback_share import feedback_shares
+from edgellm_quantize.grids import BlockTypeGrid, dequantize
 from edgellm_quantize.imatrix_file import read_imatrix
 from edgellm_quantize.overlay import OverlayCheckpoint
 from edgellm_quantize.recipe import CalibrationSpec, QuantizeJob, QuantizeRecipe, QuantizeReport
+from edgellm_quantize.rounding import RoundingOptions, gptq, output_error, round_nearest
 from edgellm_quantize.sensitivity import (
     _rounded,
     candidate_types,
@@ -126,6 +130,46 @@ def test_sensitivity_is_the_divergence_of_the_running_model(arch: str, tmp_path:
         error = float((values - weight).square().sum() / weight.square().sum())
         # Every second token is compared there.
         assert found.loss[name] * error == pytest.approx(float(each[::2].mean()), rel=0.02), name
+
+
+def test_what_error_feedback_leaves_is_what_the_core_leaves(model: Path) -> None:
+    """Against rounding both ways by hand, judged on sequences that the feedback was not fitted to."""
+    checkpoint = open_checkpoint(model)
+    loader = LayerLoader(checkpoint)
+    ids = random_calibration(loader.spec.vocab_size, sequences=8, length=256).sequences
+    names = ["blk.0.attn_q.weight", "blk.1.ffn_down.weight", "token_embd.weight"]
+    shares = feedback_shares(checkpoint, names, ids)
+    streams = [open_stream(loader, part, 512) for part in ((*ids[:3], *ids[4:7]), (ids[3], ids[7]))]
+    fitted_to, judged_on = (collect("qkv", 0, stream, loader.layer(0)).input.hessian for stream in streams)
+    assert fitted_to is not None
+    weight, grid = dequantize(checkpoint.weight(names[0])), BlockTypeGrid("Q4_0", "fast")
+    errors = [
+        output_error(weight, found.values, judged_on)
+        for found in (
+            gptq(weight, fitted_to, grid, RoundingOptions(candidates=0)),
+            round_nearest(weight, grid, None, 0),
+        )
+    ]
+    assert shares[names[0]] == pytest.approx(errors[0] / errors[1], rel=1e-3)
+    assert 0 < shares[names[1]] <= 1 and shares[names[0]] < 1
+
+
+def test_feedback_is_counted_only_where_it_works(
+    model: Path, text: CalibrationSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Less loss is budgeted in the blocks, not for the embedding; without calibration nothing is."""
+    asked = []
+
+    def remembered(checkpoint: object, names: Sequence[str], *_: object) -> dict[str, float]:
+        asked.append(names)
+        return dict.fromkeys(names, 1e-6)
+
+    monkeypatch.setattr("edgellm_quantize.target_size.feedback_shares", remembered)
+    _quantize(model, tmp_path / "plain.gguf", 4.5, CalibrationSpec())
+    assert not asked
+    report = _quantize(model, tmp_path / "a.gguf", 4.5, text)
+    kinds = {tensor.name: tensor.type_name for tensor in report.tensors}
+    assert asked and kinds["token_embd.weight"] in ("Q6_K", "Q8_0", "F16")
 
 
 def test_types_that_fit_and_layers_that_are_measured() -> None:
