@@ -143,3 +143,16 @@ def test_ten_turns_reuse_what_was_said(tmp_path: Path) -> None:
             assert cached[turn] >= prompts[turn - 1] - 16
         # By their own ids: each answer is 6 tokens in the next prompt, not one per character.
         assert prompts[1] - prompts[0] == len(chain) + len("\n[user]question 1?\n[assistant]")
+        # In the form of the responses API, whose clients send items back as they came.
+        items = [
+            {
+                **m,
+                "content": [
+                    {"type": "input_text" if m["role"] == "user" else "output_text", "text": m["content"]}
+                ],
+            }
+            for m in messages[:-1]
+        ]
+        usage = client.post("/v1/responses", json={"input": items, "temperature": 0}).json()["usage"]
+        assert usage["input_tokens"] == prompts[-1]
+        assert usage["input_tokens_details"]["cached_tokens"] >= prompts[-1] - 16
