@@ -190,7 +190,8 @@ def ranges(runtime: Runtime) -> list[Range]:
     def step(plan: Any) -> str:
         if any(s.is_prefill for s in plan.sequences):
             return "prefill"
-        return "verify" if any(s.draft_limit for s in plan.sequences) else "decode"
+        drafted = any(s.draft_token_ids or s.draft_by_runner for s in plan.sequences)
+        return "verify" if drafted else "decode"
 
     found = [
         Range(runtime.core._scheduler, "next_step", "queue"),
@@ -199,10 +200,10 @@ def ranges(runtime: Runtime) -> list[Range]:
         Range(kernels, "paged_attention", "attention"),
         *(Range(kernels, op, "linears") for op in ("linear", "gate_up", "lm_head")),
     ]
-    for owner in (runner, runtime.core):
-        drafter = getattr(owner, "_drafter", None)
-        if drafter is not None and hasattr(drafter, "propose"):
-            found.append(Range(drafter, "propose", "draft"))
+    # Looked up between the steps, or by layers or a smaller model inside of one.
+    for drafter, attribute in ((runtime.core._speculator, "propose"), (runner.drafter, "add")):
+        if drafter is not None:
+            found.append(Range(drafter, attribute, "draft"))
     return found
 
 

@@ -71,6 +71,34 @@ def test_a_report_with_everything_is_what_the_schema_says(
     assert {"queue", "prefill", "decode", "attention", "linears", "sampling"} <= names
 
 
+def test_the_trace_shows_drafts_and_their_verification(folder: Path) -> None:
+    """An answer that is handed in as its own prediction is drafted for certain."""
+    from edgellm.bench.profile_ranges import profiled
+    from edgellm.cli.bench_model import ranges
+    from edgellm.cli.runtime import load_runtime
+    from edgellm.config import EngineConfig
+    from edgellm.contracts import GenerationRequest, SamplingParams
+
+    settings = EngineConfig(device="cpu", kernels="torch", spec="ngram", ctx=64).resolve(environ={})
+    runtime = load_runtime(settings, folder / "tiny.gguf", "tiny")
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True)
+
+    def answer(name: str, prediction: tuple[int, ...]) -> tuple[int, ...]:
+        prompt = (5, 6, 7, 8)
+        runtime.core.submit(GenerationRequest(name, prompt, sampling, prediction_token_ids=prediction))
+        found: list[int] = []
+        while runtime.core.has_work():
+            found += [token_id for event in runtime.core.step() for token_id in event.token_ids]
+        return tuple(found)
+
+    first = answer("plain", ())
+    with profiled(folder / "drafts.json", ranges(runtime)):
+        assert answer("predicted", first) == first
+    events = json.loads((folder / "drafts.json").read_text())["traceEvents"]
+    assert {"draft", "verify", "sampling", "linears", "attention"} <= {event["name"] for event in events}
+    runtime.close()
+
+
 def test_the_tables_for_people_and_bench_model_by_its_name(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
