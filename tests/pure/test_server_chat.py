@@ -281,6 +281,52 @@ def test_a_benchmark_gets_the_tokens_it_asks_for_and_no_cache_where_it_wants_non
             assert usage["prompt_tokens_details"]["cached_tokens"] == cached
 
 
+def test_salts_keep_caches_apart_and_an_answer_says_what_it_went_by(running: Running) -> None:
+    text = "salted " * 20
+
+    def ask(**fields: Any) -> Any:
+        return post(running, chat_body(text, max_tokens=3, **fields)).json()
+
+    found = [ask(cache_salt=salt) for salt in ("a", "b", "a", "b")]
+    cached = [body["usage"]["prompt_tokens_details"]["cached_tokens"] for body in found]
+    assert cached[:2] == [0, 0] and min(cached[2:]) > 100
+    told = ask(seed=11, return_token_ids=True, kv={"policy": "stop"})["edgellm"]
+    assert (told["seed"], told["kv_policy"], told["token_ids"]) == (11, "stop", [*b" de"])
+    assert told["timings"]["completion_tokens"] == 3 and told["ttft_ms"] >= 0
+    drawn = [ask()["edgellm"]["seed"] for _ in range(3)]
+    assert len(set(drawn)) == 3
+    events = events_of(post(running, chat_body(text, stream=True, seed=11, max_tokens=3)).text)
+    assert events[-2]["edgellm"]["seed"] == 11
+
+
+def test_who_waits_is_told_its_place() -> None:
+    gate, done = StepGate(), threading.Event()
+
+    def step_on() -> None:
+        while not done.wait(0.005):
+            gate.let()
+        gate.open()
+
+    thread = threading.Thread(target=step_on)
+    with serving(lambda: scripted_model(says("z" * 3000), max_running=1, gate=gate)) as found:
+        thread.start()
+        try:
+            with (
+                http(found.address) as client,
+                client.stream("POST", "/v1/chat/completions", json=chat_body(stream=True)) as running,
+            ):
+                lines = running.iter_lines()
+                until(lambda: 'content":"z' in next(lines))
+                body = chat_body(stream=True, return_progress=True)
+                with client.stream("POST", "/v1/chat/completions", json=body) as waiting:
+                    events = (json.loads(line[5:]) for line in waiting.iter_lines() if line[:6] == "data: ")
+                    told = (event["edgellm"]["queue_position"] for event in events if "edgellm" in event)
+                    assert next(told) == 1
+        finally:
+            done.set()
+            thread.join()
+
+
 def test_models_by_name(running: Running) -> None:
     for name in (MODEL, "*", ""):
         assert post(running, {**chat_body(), "model": name}).status_code == 200

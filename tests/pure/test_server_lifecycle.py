@@ -201,6 +201,32 @@ def test_grace_is_an_end(model: str) -> None:
         assert server.end() == 0
 
 
+def test_the_access_log_is_a_line_of_json_a_request_without_secrets(model: str, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("secret-key-123\n")
+    keys.chmod(0o600)
+    options = ("--api-key-file", str(keys), "--access-log", "--json")
+    with process("serve", model, "--port", "0", *options) as server:
+        with http(server.ready()["address"]) as client:
+            headers = {"Authorization": "Bearer secret-key-123"}
+            answers = [
+                client.get("/v1/models?key=secret-key-123", headers=headers),
+                client.post("/v1/chat/completions", json=chat_body("private words"), headers=headers),
+                client.post("/v1/chat/completions", json=chat_body()),
+            ]
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end() == 0
+    rows = [json.loads(line) for line in server.err]
+    assert [(row["method"], row["path"], row["status"]) for row in rows] == [
+        ("GET", "/v1/models", 200),
+        ("POST", "/v1/chat/completions", 200),
+        ("POST", "/v1/chat/completions", 401),
+    ]
+    assert [row["request_id"] for row in rows] == [answer.headers["x-request-id"] for answer in answers]
+    assert all(row["duration_ms"] >= 0 for row in rows)
+    assert "secret" not in str(server.err) and "private" not in str(server.err)
+
+
 def test_a_server_ends_with_its_parent(model: str, isolated_home: Path) -> None:
     path = isolated_home / "own" / "s.sock"
     parent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
