@@ -334,6 +334,17 @@ def test_a_socket_is_never_open_to_others_not_even_for_a_moment(
     assert modes == [0o600]
 
 
+def test_small_packets_are_sent_at_once() -> None:
+    """Each event of a stream is one; asyncio looks at the protocol to decide."""
+    claimed = claim_tcp("127.0.0.1", 0)
+    with socket.create_connection(claimed.socket.getsockname()):
+        accepted, _ = claimed.socket.accept()
+        with accepted:
+            assert accepted.proto == socket.IPPROTO_TCP
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    claimed.release()
+
+
 # --- files of servers ---
 
 
