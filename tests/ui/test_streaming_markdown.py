@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
+from collections.abc import Sequence
 
 import pytest
 from textual.app import App, ComposeResult
@@ -18,7 +19,7 @@ from textual.widgets.markdown import MarkdownBlock, MarkdownFence
 from edgellm_tui.app import EdgeChat
 from edgellm_tui.markdown_document import MarkdownDocument
 from edgellm_tui.markdown_lines import layout
-from edgellm_tui.markdown_rows import CHUNK_LINES, Row, Table, chat_parser
+from edgellm_tui.markdown_rows import CHUNK_LINES, Item, Row, Table, chat_parser
 from edgellm_tui.terminal_text import TerminalText, grapheme_starts, safe_line, safe_text
 from edgellm_tui.widgets.folding import Fold
 from edgellm_tui.widgets.streaming_markdown import MAX_STRIPS, StreamingMarkdown
@@ -34,6 +35,12 @@ CORPUS = {
     "loose list": "".join(f"{n}. item {n}\n\n   with a second paragraph\n" for n in range(1, 40)),
     "tight list": "".join(f"- item {n}\n  - below it\n  - and once more\n" for n in range(30)),
     "all numbered one": "Counted:\n\n" + "1. another item\n" * 60,
+    "long tables": (
+        "| n | what | how much |\n|---|---|--:|\n"
+        + "".join(f"| {n} | words of {n} | {n * n} |\n" for n in range(150))
+        + "| a cell that is far longer than any other one in its column | **b** | c |\n\ntext\n\n"
+    )
+    * 2,
     "paragraphs": "Some words go on.\nAnd on.\n\n" * 120,
     "setext and rules": "Title\n=====\n\ntext\n\nOther\n---\n\n***\n\nmore text here\n" * 30,
     "quotes and html": "> quoted\nlazy\n\n<div>\n\nnot html\n\n</div>\n\n- a\n- b\n\n\n- c\n" * 15,
@@ -67,6 +74,10 @@ def test_streamed_equals_read_at_once(name: str, seed: int) -> None:
     assert picture(document(text, pieces)) == picture(document(text, []))
 
 
+def rows_of(items: Sequence[Item]) -> int:
+    return sum(len(item.rows) if isinstance(item, Table) else 1 for item in items)
+
+
 @pytest.mark.parametrize("name", CORPUS)
 def test_what_is_settled_stays_and_the_rest_is_short(name: str) -> None:
     """H04: a piece costs what the last block costs, and no line that was drawn as final changes later."""
@@ -76,9 +87,24 @@ def test_what_is_settled_stays_and_the_rest_is_short(name: str) -> None:
         before = list(read.settled)
         read.feed(text[position : position + 23])
         assert all(old is new for old, new in zip(before, read.settled, strict=False))
-        longest = max(longest, len(read.open))
+        longest = max(longest, rows_of(read.open))
     assert longest <= CHUNK_LINES[1] + 3
-    assert len(read.settled) > 20
+    assert rows_of(read.settled) > 20
+
+
+def test_a_long_table_is_one_table_to_whoever_reads_it() -> None:
+    """H04: its parts share their columns and its heading, in a grid as in records."""
+    rows = [(f"{n}", "some words " * (n % 5 == 0) + f"row {n}") for n in range(200)]
+    text = "| number | what |\n|--:|---|\n" + "".join(f"| {n} | {what} |\n" for n, what in rows)
+    read = document(text, [17] * (len(text) // 17))
+    parts = [item for item in read.settled if isinstance(item, Table)]
+    assert len(parts) == 4 and rows_of(parts) == 201
+    lines = [line.text.plain for line in layout(read.settled, 60, 0)[0]]
+    assert len({line.index("│") for line in lines if "│" in line}) == 1 and len(lines) == 202
+    assert [line.strip() for line in lines].count("number │ what") == 1
+    records = [line.text.plain for line in layout(read.settled, 10, 0)[0]]
+    assert sum("number:" in line for line in records) == 200
+    assert sum(not line.strip() for line in records) == 199
 
 
 class AtOnce(App[None]):

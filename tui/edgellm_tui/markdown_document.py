@@ -13,9 +13,11 @@ from edgellm_tui.markdown_rows import (
     Gutter,
     Item,
     Row,
+    Table,
     chat_parser,
     code_rows,
     end_of,
+    going_on,
     highlighted,
     label_row,
     language_of,
@@ -55,6 +57,8 @@ class MarkdownDocument:
         """The source begins with a further item of a list whose earlier ones are settled."""
         self._number: int | None = None
         """Of that item, in a numbered list."""
+        self._table: Table | None = None
+        """The first part of a table whose earlier rows are settled: the source has its heading once more."""
 
     def feed(self, text: str) -> None:
         """Adds text whose only line ends are newlines."""
@@ -69,7 +73,8 @@ class MarkdownDocument:
         self.settled += self.open
         self.open = []
         self._source, self._fence = "", None
-        self._begun, self._goes_on, self._number = bool(self.settled), False, None
+        self._begun = bool(self.settled)
+        self._end_of_block()
 
     def _read(self, *, final: bool) -> None:
         while True:
@@ -93,8 +98,8 @@ class MarkdownDocument:
         last = starts[-1]
         # What stands above the last block cannot change any more, nor can all but the last item of a list.
         if last > 0:
-            self._settle(render(tokens[:last], number=self._number), above=not self._goes_on)
-            self._goes_on, self._number = False, None
+            self._settle(self._rendered(tokens[:last]), above=not self._goes_on)
+            self._end_of_block()
         begins = tokens[last].map
         assert begins is not None
         line = begins[0]
@@ -103,6 +108,9 @@ class MarkdownDocument:
             line = self._settle_items(block, line)
             block = [block[0], *block[self._items(block)[-1] :]]
         lines = self._source.split("\n")
+        if block[0].type == "table_open":
+            self.open = self._table_rows(block, lines[line:])
+            return False
         self._source = "\n".join(lines[line:])
         if block[0].type == "fence" and self._is_open(block[0].markup, lines[line:], begins[1] - begins[0]):
             self._open_fence(block[0].markup, block[0].info)
@@ -110,6 +118,29 @@ class MarkdownDocument:
         rows = render(block, number=self._number)
         self.open = [*self._space(above=not self._goes_on), *rows]
         return False
+
+    def _rendered(self, tokens: list[Token]) -> list[Item]:
+        items = render(tokens, number=self._number)
+        return items if self._table is None else going_on(items, self._table)
+
+    def _end_of_block(self) -> None:
+        self._goes_on, self._number, self._table = False, None, None
+
+    def _table_rows(self, block: list[Token], lines: list[str]) -> list[Item]:
+        """Settles all but the last part of a table; what is open of it."""
+        *parts, last = self._rendered(block)
+        if parts:
+            first = parts[0]
+            assert isinstance(first, Table) and isinstance(last, Table)
+            self._settle(parts, above=not self._goes_on)
+            self._goes_on, self._table = True, last.begun
+            begins = block[0].map
+            assert begins is not None
+            # A row is a line; the last one may go on.
+            behind = begins[1] - begins[0] - len(last.rows)
+            lines = [*lines[:2], *lines[behind:]]
+        self._source = "\n".join(lines)
+        return [*self._space(above=not self._goes_on), last]
 
     def _settle_items(self, block: list[Token], line: int) -> int:
         items = self._items(block)
@@ -143,7 +174,7 @@ class MarkdownDocument:
         self._fence = _Fence(_closing(markup), markup[0], indent, language_of(info), [])
         label = label_row(self._fence.language, Gutter())
         self._settle([label], above=not self._goes_on)
-        self._goes_on, self._number = False, None
+        self._end_of_block()
         _, _, self._source = self._source.partition("\n")
 
     def _read_code(self, fence: _Fence, *, final: bool) -> bool:

@@ -93,7 +93,8 @@ def _narrowed(margin: Content, width: int) -> Content:
 
 def _table_rows(table: Table, width: int) -> list[Row]:
     room = width - max(table.first.cell_length, table.rest.cell_length)
-    widths = column_widths(table.rows, room)
+    # Parts that were drawn stay as they are, whatever comes later: a wide cell moves only those after it.
+    widths = column_widths([*(table.begun.rows if table.begun else ()), *table.rows], room)
     texts = _grid(table, widths) if widths is not None else _records(table)
     return [Row(text, table.rest if i else table.first, table.rest, "table") for i, text in enumerate(texts)]
 
@@ -128,7 +129,8 @@ def _grid(table: Table, widths: Sequence[int]) -> list[Content]:
     wraps = any(cell.cell_length > w for row in table.rows for cell, w in zip(row, widths, strict=False))
     for number, row in enumerate(table.rows):
         cells = [row[c] if c < len(row) else EMPTY for c in range(len(widths))]
-        if number == 0:
+        heads = number == 0 and table.begun is None
+        if heads:
             cells = [cell.stylize("bold") for cell in cells]
         parts = [cell.wrap(width) for cell, width in zip(cells, widths, strict=True)]
         for level in range(max((len(part) for part in parts), default=0)):
@@ -137,9 +139,9 @@ def _grid(table: Table, widths: Sequence[int]) -> list[Content]:
                 for part, width, right in zip(parts, widths, _right(table, len(widths)), strict=True)
             ]
             texts.append(gap.join(line))
-        if number == 0 or (wraps and number < len(table.rows) - 1):
-            mark = "─" if number == 0 else "╌"
-            cross = "─┼─" if number == 0 else "╌┼╌"
+        if heads or (wraps and number < len(table.rows) - 1):
+            mark = "─" if heads else "╌"
+            cross = "─┼─" if heads else "╌┼╌"
             texts.append(Content.styled(cross.join(mark * width for width in widths), LINE_STYLE))
     return texts
 
@@ -156,12 +158,15 @@ def _set(text: Content, width: int, right: bool) -> Content:
 
 def _records(table: Table) -> list[Content]:
     """Each row as lines of its own: the heading of a column and what stands in it."""
-    heading = table.rows[0] if table.rows else ()
+    whole = (table.begun or table).rows
+    heading = whole[0] if whole else ()
     texts: list[Content] = []
-    for row in table.rows[1:]:
-        if texts:
+    for row in table.rows if table.begun is not None else table.rows[1:]:
+        if texts or table.begun is not None:
             texts.append(EMPTY)
         for column, cell in enumerate(row):
             name = heading[column] if column < len(heading) else EMPTY
             texts.append(Content.assemble(name.stylize("bold"), ": " if name.plain else "", cell))
-    return texts or [Content("  ").join(cell.stylize("bold") for cell in heading)]
+    if texts or table.begun is not None:
+        return texts
+    return [Content("  ").join(cell.stylize("bold") for cell in heading)]

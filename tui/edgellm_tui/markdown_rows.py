@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from markdown_it import MarkdownIt
 from markdown_it.rules_core import StateCore
@@ -23,6 +23,9 @@ HEADINGS = {"h1": "bold underline $primary", "h2": "bold $primary"}
 
 CHUNK_LINES = (40, 120)
 """Code is coloured in chunks: one ends at the first empty line from the former on, at the latter anyway."""
+
+TABLE_ROWS = 60
+"""A long table comes in parts of so many rows, whose columns are at least as wide as those of the first."""
 
 EMPTY = Content("")
 
@@ -49,6 +52,8 @@ class Table:
     """Columns that end at their right edge."""
     first: Content = EMPTY
     rest: Content = EMPTY
+    begun: Table | None = None
+    """The first part of the table that this one goes on with, without a heading of its own."""
 
 
 Item = Row | Table
@@ -221,7 +226,7 @@ def _block(tokens: Sequence[Token], gutter: Gutter, number: int | None) -> list[
     if token.type in ("bullet_list_open", "ordered_list_open"):
         return _list(tokens, gutter, number)
     if token.type == "table_open":
-        return [_table(tokens, gutter)]
+        return list(_table(tokens, gutter))
     return text_rows(Content(token.content), gutter)
 
 
@@ -252,7 +257,15 @@ def _list(tokens: Sequence[Token], gutter: Gutter, number: int | None) -> list[I
     return items
 
 
-def _table(tokens: Sequence[Token], gutter: Gutter) -> Table:
+def going_on(items: Sequence[Item], begun: Table) -> list[Item]:
+    """``items`` of a source that began with the heading of ``begun`` once more, for its further rows."""
+    again = items[0]
+    assert isinstance(again, Table) and again.begun is None
+    rest = [replace(i, begun=begun) if isinstance(i, Table) and i.begun is again else i for i in items[1:]]
+    return [replace(again, rows=again.rows[1:], first=again.rest, begun=begun), *rest]
+
+
+def _table(tokens: Sequence[Token], gutter: Gutter) -> Iterable[Table]:
     rows: list[tuple[Content, ...]] = []
     right: list[bool] = []
     for at, token in enumerate(tokens):
@@ -261,4 +274,8 @@ def _table(tokens: Sequence[Token], gutter: Gutter) -> Table:
             rows.append(tuple(inline(cell) for cell in cells if cell.type == "inline"))
         elif token.type == "th_open":
             right.append("right" in str(token.attrs.get("style", "")))
-    return Table(tuple(rows), tuple(right), *gutter.take())
+    first, rest = gutter.take()
+    begun = Table(tuple(rows[: TABLE_ROWS + 1]), tuple(right), first, rest)
+    yield begun
+    for at in range(TABLE_ROWS + 1, len(rows), TABLE_ROWS):
+        yield Table(tuple(rows[at : at + TABLE_ROWS]), tuple(right), rest, rest, begun)
