@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgellm.contracts import ChatBackend, MemoryPlan, ModelInfo
@@ -33,7 +35,8 @@ class LocalLibrary:
         catalog = load_catalog()
         local = {model.name: model for model in list_local(models_folder())}
         names = [*catalog, *(name for name in local if name not in catalog)]
-        return [_info(name, catalog.get(name), local.get(name)) for name in names]
+        found = [_info(name, catalog.get(name), local.get(name)) for name in names]
+        return [info if info.name in catalog else _from_header(info) for info in found]
 
     def pull(self, name: str) -> Iterator[PullProgress]:
         """Fetches a model; closing the iterator stops it, and the next pull goes on from there."""
@@ -99,6 +102,39 @@ class LocalLibrary:
     async def open(self, name: str) -> ChatBackend:
         """The screen opens models through its openers, which know the chat's settings."""
         raise UsageError(f"open {name} through the chat that uses it")
+
+
+def _from_header(info: ModelInfo) -> ModelInfo:
+    """What the catalog does not know of a model is in its file; one that cannot be read says nothing."""
+    from collections import Counter
+    from math import prod
+
+    from edgellm_models.checkpoint.headers import read_header
+    from edgellm_models.errors import EdgeLLMError
+    from edgellm_models.network import read_spec
+    from edgellm_models.tokenizer import load_chat_templates
+
+    path = Path(info.path)
+    try:
+        header = read_header(path)
+        spec = read_spec(header.file_format, header.metadata, header.tensors)
+        templates = load_chat_templates(path, header.file_format, header.metadata)
+    except EdgeLLMError:
+        return info
+    by_type: Counter[str] = Counter()
+    for tensor in header.tensors.values():
+        if len(tensor.shape) == 2:
+            by_type[tensor.type_name] += prod(tensor.shape)
+    return replace(
+        info,
+        architecture=spec.architecture,
+        file_format=header.file_format,
+        quantization=by_type.most_common(1)[0][0] if by_type else "",
+        parameters=sum(prod(tensor.shape) for tensor in header.tensors.values()),
+        context_length=spec.context_length,
+        trained_context=spec.context_length,
+        has_chat_template=templates is not None,
+    )
 
 
 def _info(name: str, entry: Entry | None, local: LocalModel | None) -> ModelInfo:

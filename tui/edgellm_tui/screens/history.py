@@ -191,7 +191,7 @@ class HistoryScreen(ModalScreen[Picked | None]):
             options.highlighted = min(at, len(rows) - 1)
             if before:
                 self._say(self.KEYS_LINE)
-        else:
+        elif words or not self._deleted:  # else the way back is told
             nothing = "Nothing found: fewer words find more, titles count too · Esc closes"
             self._say(nothing if words else "No chats are saved yet: each question begins one · Esc closes")
 

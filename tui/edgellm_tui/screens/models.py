@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from dataclasses import replace
 from typing import ClassVar
 
 from textual import on
@@ -110,8 +111,7 @@ class ModelsScreen(ModalScreen[str | None]):
         self.query_one("#line", Static).update(safe_line(text))
 
     async def _read(self) -> None:
-        def read() -> None:
-            self._models = list(self._library.list())
+        def plan_all() -> None:
             for model in self._models:
                 try:
                     self._plans[model.name] = self._library.plan(model.name)
@@ -119,7 +119,9 @@ class ModelsScreen(ModalScreen[str | None]):
                     self._plans[model.name] = None
 
         try:
-            await asyncio.to_thread(read)
+            self._models = await asyncio.to_thread(lambda: list(self._library.list()))
+            self._fill()  # whether they fit takes longer
+            await asyncio.to_thread(plan_all)
         except EdgeLLMError as error:
             self._say(str(error))
         self._fill()
@@ -201,10 +203,12 @@ class ModelsScreen(ModalScreen[str | None]):
         self._take("")
 
     def _take(self, typed: str) -> None:
-        if typed.startswith("hf:"):
+        # What was just fetched is opened by its name, which still stands there.
+        named = next((m for m in self._models if m.name == typed), None)
+        if typed.startswith("hf:") and named is None:
             self._pull(typed)
             return
-        model = self._chosen()
+        model = named or self._chosen()
         if model is None:
             return
         if model.name == self._current:
@@ -296,6 +300,8 @@ class ModelsScreen(ModalScreen[str | None]):
             self._say(str(error))
             return
         self._say(f"Deleted {model.name}: {bytes_text(freed)} are free")
+        self._models = [replace(m, path="") if m is model else m for m in self._models]
+        self._fill()
         self.run_worker(self._after_delete(), group="read", exclusive=True, exit_on_error=False)
 
     async def _after_delete(self) -> None:
