@@ -351,6 +351,32 @@ def test_a_context_that_is_too_small_says_both_numbers(running: Running) -> None
             assert "4096" in error["message"] and "50" in error["message"]
 
 
+def test_what_is_left_out_on_request_is_told() -> None:
+    """Whole turns that do not fit, and KV that is evicted; neither happens unasked."""
+    turns = [
+        message
+        for i in range(8)
+        for message in (
+            {"role": "user", "content": f"question {i} " + "x" * 20},
+            {"role": "assistant", "content": f"answer {i}"},
+        )
+    ]
+    turns.append({"role": "user", "content": "last"})
+    with serving(lambda: scripted_model(says("z" * 100), context=200)) as found:
+        assert error_of(post(found, chat_body(messages=turns)))["code"] == "context_length_exceeded"
+        body = post(found, chat_body(messages=turns, truncation="auto", max_tokens=5)).json()
+        [trimmed] = body["edgellm"]["notices"]
+        assert trimmed["kind"] == "trimmed" and body["usage"]["prompt_tokens"] < 200
+        prompt = [*found.scripted.runner.prompts.values()][-1]
+        assert b"question 0" not in bytes(prompt) and b"last" in bytes(prompt)
+        body = post(found, chat_body(kv={"policy": "window", "budget": 32}, max_tokens=90)).json()
+        assert body["choices"][0]["message"]["content"] == "z" * 90
+        assert body["edgellm"]["notices"][0]["kind"] == "kv_evicted"
+        assert body["edgellm"]["kv_policy"] == "window"
+        with http(found.address) as client:
+            assert 'evicted_tokens_total{policy="window"}' in client.get("/metrics").text
+
+
 def test_an_answer_cut_by_the_context_says_so() -> None:
     with serving(lambda: scripted_model(says("z" * 500), context=64)) as found:
         body = post(found, chat_body()).json()
