@@ -148,7 +148,7 @@ def test_screen(snap_compare: Any, case: str, size: str) -> None:
     assert snap_compare(make(), run_before=before, terminal_size=SIZES[size])
 
 
-@pytest.mark.parametrize("case", ["empty", "answered", "error"])
+@pytest.mark.parametrize("case", ["empty", "answered", "error", "help"])
 def test_light_theme(snap_compare: Any, case: str) -> None:
     make, before = CASES[case]
     app = make()
@@ -163,7 +163,8 @@ def test_no_color(snap_compare: Any, monkeypatch: pytest.MonkeyPatch, case: str)
     assert snap_compare(make(), run_before=before, terminal_size=(80, 24))
 
 
-def test_model_that_cannot_be_opened(snap_compare: Any) -> None:
+@pytest.mark.parametrize("size", SIZES)
+def test_model_that_cannot_be_opened(snap_compare: Any, size: str) -> None:
     def opener(notice: Any) -> FakeBackend:
         raise ResourceError("smollm2-135m needs 1,204 MB, 800 MB are free; try --ctx 2048 or --kv-dtype bf16")
 
@@ -171,4 +172,4 @@ def test_model_that_cannot_be_opened(snap_compare: Any) -> None:
         await until(pilot, lambda: "could not be opened" in shown(pilot.app), "the reason")
 
     app = EdgeChat(opener=opener, model_name="smollm2-135m")
-    assert snap_compare(app, run_before=before, terminal_size=(80, 24))
+    assert snap_compare(app, run_before=before, terminal_size=SIZES[size])

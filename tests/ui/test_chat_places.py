@@ -8,7 +8,10 @@ import pytest
 
 from edgellm.contracts import ChatMessage
 from edgellm_tui.app import EdgeChat
+from edgellm_tui.screens.chat import ChatScreen
+from edgellm_tui.screens.help import HelpScreen
 from edgellm_tui.screens.history import HistoryScreen
+from edgellm_tui.screens.parameters import ParametersScreen
 from edgellm_tui.unsaved import MemoryStore
 from edgellm_tui.widgets.stats_panel import StatsPanel
 from edgellm_tui.widgets.transcript import END_LINES, Transcript, UserMessage, shortened
@@ -136,6 +139,43 @@ def test_commands_that_need_not_wait_are_done_while_an_answer_is_written() -> No
             assert chat_screen(app).generating
             await pilot.press("escape")
             await until(pilot, lambda: not chat_screen(app).generating, "stopped")
+
+    asyncio.run(scenario())
+
+
+def test_every_other_name_of_a_command_does_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    edited: list[str] = []
+    monkeypatch.setattr(ChatScreen, "action_external_editor", lambda self: edited.append("yes"))
+
+    async def scenario() -> None:
+        backend = FakeBackend()
+        app = chat_app(backend)
+        async with app.run_test(size=(80, 30)) as pilot:
+            await send(pilot, app, "/set temperature 0.5")
+            await send(pilot, app, "/set top-k 7")
+            await send(pilot, app, "/reset")
+            assert chat_screen(app)._conversation.params == {} and "as the model" in status(app).hint
+            await send(pilot, app, "Paris?")
+            await send(pilot, app, "/retry")
+            await until(pilot, lambda: len(backend.calls) == 2, "asked again")
+            await send(pilot, app, "/regen")
+            await until(pilot, lambda: len(backend.calls) == 3 and "3/3" in shown(app), "and again")
+            for name, kind in (
+                ("chats", HistoryScreen),
+                ("history", HistoryScreen),
+                ("search capital", HistoryScreen),
+                ("parameters", ParametersScreen),
+                ("help", HelpScreen),
+            ):
+                await send(pilot, app, f"/{name}", wait=False)
+                await until(pilot, lambda kind=kind: isinstance(app.screen, kind), name)  # type: ignore[misc]
+                if name.startswith("search"):
+                    await until(pilot, lambda: "The capital of France" in shown(app), "found")
+                await pilot.press("escape")
+            await send(pilot, app, "/editor", wait=False)
+            assert edited == ["yes"]
+            await send(pilot, app, "/exit", wait=False)
+        assert app.return_code == 0
 
     asyncio.run(scenario())
 

@@ -80,6 +80,10 @@ class ModelActions(ChatParts):
         origin = "" if parameter.name in params else " (as the model was opened)"
         self.show_hint(f"{parameter.label}: {value}{origin}")
 
+    def action_reset_parameters(self) -> None:
+        self._conversation.set_params({})
+        self.show_hint("Every value is as the model was opened")
+
     async def action_system(self, argument: str = "") -> None:
         if not argument:
             said = self._conversation.system
