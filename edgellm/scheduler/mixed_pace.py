@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
 
 SLOWDOWN = 3.0
@@ -35,6 +34,8 @@ class MixedPace:
             return
         if not decode_rows or not self._decode_s:
             return
+        import statistics  # with what it imports a few milliseconds, for steps that most sessions never have
+
         alone = statistics.median(self._decode_s)
         # A step that seems to cost nothing is noise, or a device with room to spare: there rows double.
         self._row_s.append(max(seconds - alone, seconds * 1e-3, 1e-9) / prompt_rows)

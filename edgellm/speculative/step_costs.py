@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 NUM_TIMES = 9
 """Steps of one size whose median counts: one slow step means nothing, a slower machine soon does."""
@@ -42,7 +41,7 @@ class StepCosts:
         """A step that ran nothing but ``rows`` decode and drafted tokens."""
         times = self._times.setdefault(rows, deque(maxlen=NUM_TIMES))
         times.append(seconds)
-        self._medians[rows] = statistics.median(times)
+        self._medians[rows] = _median(times)
         if self._expected and rows == min(self._times):
             self._fill()
 
@@ -98,3 +97,10 @@ class StepCosts:
         """A step of ``rows`` over one of ``plain_rows``; at least 1."""
         plain = self.seconds(plain_rows)
         return max(1.0, self.seconds(rows) / plain) if plain > 0 else 1.0
+
+
+def _median(values: Iterable[float]) -> float:
+    """As statistics.median, which imports for milliseconds."""
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

@@ -74,6 +74,8 @@ def _types(metadata: Mapping[str, Any], size: int) -> list[int]:
     if _PREFIX + "token_type" not in metadata:
         return [_NORMAL] * size
     types = _column(metadata, "token_type", int, MAX_VOCABULARY, size)
+    if KIND_OF_TYPE.keys() >= set(types):
+        return types
     return [value if value in KIND_OF_TYPE else _NORMAL for value in types]
 
 

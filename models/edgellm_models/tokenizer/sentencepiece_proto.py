@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 
 from edgellm_models.errors import BadInputError
 
@@ -65,20 +66,24 @@ def write_model(
 ) -> bytes:
     """A ModelProto. Unless ``keep_normalizer``, the dummy prefix is switched off: the caller adds it
     himself."""
-    out = bytearray()
-    pack = struct.Struct("<BfBB").pack
-    for text, score, kind in zip(texts, scores, types, strict=True):
-        raw = text.encode("utf-8", "replace")
-        # SentencePiece {piece = 1: string, score = 2: float, type = 3: enum}; the last two take 7 bytes.
-        head = _varint(len(raw)) if len(raw) > 118 else bytes((len(raw),))
-        size = 1 + len(head) + len(raw) + 7
-        out += b"\x0a" + (_varint(size) if size > 127 else bytes((size,))) + b"\x0a" + head + raw
-        out += pack(0x15, score, 0x18, kind)
+    # SentencePiece {piece = 1: string, score = 2: float, type = 3: enum}; the last two take 7 bytes. A large
+    # vocabulary has a quarter of a million, so each column is made at once.
+    raw = [text.encode("utf-8", "replace") for text in texts]
+    heads = {size: _piece_head(size) for size in set(map(len, raw))}
+    tails = map(struct.Struct("<BfBB").pack, repeat(0x15), scores, repeat(0x18), types)
+    pieces = zip(map(heads.__getitem__, map(len, raw)), raw, tails, strict=True)
+    out = bytearray(b"".join(chain.from_iterable(pieces)))
     out += _field(2, trainer_spec) + _field(3, normalizer_spec)
     if not keep_normalizer:
         # An embedded message that comes twice is merged, the later field winning.
         out += _field(3, _field(3, 0))
     return bytes(out)
+
+
+def _piece_head(size: int) -> bytes:
+    """What stands before the text of a piece, which takes so many bytes."""
+    text = b"\x0a" + _varint(size)
+    return b"\x0a" + _varint(len(text) + size + 7) + text
 
 
 def bpe_specs(unk_id: int, byte_fallback: bool) -> tuple[bytes, bytes]:

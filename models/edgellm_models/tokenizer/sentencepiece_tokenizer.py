@@ -45,9 +45,14 @@ def special_tokens(vocabulary: Vocabulary, rstrip: Iterable[int] = ()) -> list[S
     """The tokens to find in a text first."""
     stripping = frozenset(rstrip)
     return [
-        SpecialToken(token_id, vocabulary.texts[token_id].replace(SPACE, " "), kind, token_id in stripping)
-        for token_id, kind in enumerate(vocabulary.kinds)
-        if kind is not TokenKind.NORMAL and kind in SPECIAL_KINDS  # the hash of an enumeration is slow
+        SpecialToken(
+            token_id,
+            vocabulary.texts[token_id].replace(SPACE, " "),
+            vocabulary.kinds[token_id],
+            token_id in stripping,
+        )
+        for token_id in vocabulary.unusual
+        if vocabulary.kinds[token_id] in SPECIAL_KINDS
     ]
 
 
@@ -131,9 +136,7 @@ def library_pieces(texts: Sequence[str], scores: Sequence[float], types: Sequenc
 def check_byte_tokens(texts: Sequence[str], kinds: Sequence[TokenKind]) -> None:
     """BadInputError for a byte token that is not spelled ``<0xXX>``, or for a byte that has two."""
     owners: dict[int, int] = {}
-    for token_id, kind in enumerate(kinds):
-        if kind is not TokenKind.BYTE:
-            continue
+    for token_id in [i for i, kind in enumerate(kinds) if kind is TokenKind.BYTE]:
         value = parse_byte_token(texts[token_id])
         if value is None:
             raise BadInputError(

@@ -109,6 +109,8 @@ class Vocabulary:
             raise BadInputError(f"the tokenizer has {len(texts)} entries; at most {MAX_VOCABULARY} are read")
         self.texts = tuple(texts)
         self.kinds = tuple(kinds)
+        self.unusual = tuple(i for i, kind in enumerate(self.kinds) if kind is not TokenKind.NORMAL)
+        """Ids of another kind than NORMAL: few of many."""
         self._ordinary_bytes = ordinary_bytes
         self._text_bytes = text_bytes
         self.ids: dict[str, int] = dict(zip(self.texts, range(len(self.texts)), strict=True))
