@@ -312,12 +312,14 @@ class Opening:
 
     def load(self, on_notice: OnNotice) -> tuple[Runtime, SamplingParams]:
         """The model and how to choose its tokens."""
+        from edgellm.cli.collector import uncollected
         from edgellm.cli.runtime import default_model_notice, load_runtime
 
         assert self.model is not None and self.path is not None
         if self.unnamed:
             on_notice(default_model_notice(self.model.name))
-        runtime = load_runtime(self.resolved, self.path, self.model.name, on_notice)
+        with uncollected():
+            runtime = load_runtime(self.resolved, self.path, self.model.name, on_notice)
         return runtime, self.sampling(runtime.sampling_defaults)
 
     @property

@@ -161,6 +161,7 @@ def command(
 
     with named_by(resolved):
         found, path = local_model(resolved.model, output)
+    from edgellm.cli.collector import uncollected
     from edgellm.cli.runtime import default_model_notice, load_runtime
 
     first = [default_model_notice(found.name)] if model is None and resolved.origins["model"] != FLAG else []
@@ -168,7 +169,8 @@ def command(
         first.append(Notice("empty_prompt", "the prompt is empty, so the text begins from nothing"))
     for notice in first:
         show(notice)
-    runtime = load_runtime(resolved, path, found.name, show)
+    with uncollected():
+        runtime = load_runtime(resolved, path, found.name, show)
     try:
         if files is not None:
             batch = BatchSettings(sampling, logprobs, no_special, constraint)

@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from edgellm.cli.collector import OWNS_PROCESS
 from edgellm.cli.errors import Terminated, report, tell
 from edgellm.cli.options import EdgeOption
 from edgellm.cli.output import Output, current_output
@@ -176,8 +177,13 @@ def cli(ctx: click.Context) -> None:
     current_output()
 
 
-def run(arguments: Sequence[str] | None = None, *, output: Output | None = None) -> int:
-    """Runs one command line and returns its exit code; never raises for what a user can cause."""
+def run(
+    arguments: Sequence[str] | None = None, *, output: Output | None = None, owns_process: bool = False
+) -> int:
+    """Runs one command line and returns its exit code; never raises for what a user can cause.
+
+    ``owns_process``: the process ends with the command, so that it may be arranged for it (collector.py).
+    """
     if os.environ.get("_EDGELLM_COMPLETE"):
         return _complete()
     from edgellm.log import log_to_file
@@ -188,6 +194,7 @@ def run(arguments: Sequence[str] | None = None, *, output: Output | None = None)
                 raise OutputError("cannot write the output: standard output is closed")
             args = list(sys.argv[1:] if arguments is None else arguments)
             with cli.make_context("edgellm", args, obj=output or Output()) as ctx:
+                ctx.meta[OWNS_PROCESS] = owns_process
                 code = cli.invoke(ctx)
             sys.stdout.flush()
             return code if isinstance(code, int) and not isinstance(code, bool) else 0
@@ -204,7 +211,7 @@ def main() -> None:
     occupy_streams()
     escapes = EscapeWatch()
     output = Output()
-    code = run(output=output)
+    code = run(output=output, owns_process=True)
     if escapes.encoding:
         output.note(
             f"note: standard output is {escapes.encoding}: characters that it lacks were written as escapes "
