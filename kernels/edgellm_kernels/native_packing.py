@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -22,6 +22,8 @@ from edgellm_kernels.weights import (
 )
 
 TILE_ROWS = 8
+SLICE_BYTES = 16 << 20
+"""Packed at a time: between two slices whoever reads a mapped file can give back its pages."""
 _DENSE_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
@@ -37,9 +39,10 @@ def _source(part: HeldPart) -> tuple[str, torch.Tensor]:
     raise TypeError(f"a {type(part).__name__} is packed already")
 
 
-def pack(parts: Sequence[HeldPart]) -> NativeWeight:
+def pack(parts: Sequence[HeldPart], between: Callable[[], None] = lambda: None) -> NativeWeight:
     """Parts of one type and width as one packed matrix, their rows one after another; every part but the last
     has a multiple of TILE_ROWS rows. Reads each part's rows once, and holds no copy of them meanwhile.
+    ``between`` is called between two slices of a large part.
     """
     library = load_library()
     assert library is not None, "packing needs the native library"
@@ -57,22 +60,28 @@ def pack(parts: Sequence[HeldPart]) -> NativeWeight:
     for part, count in zip(parts, tiles, strict=True):
         name, source = _source(part)
         assert name == type_name and part.shape[1] == k and first_row % TILE_ROWS == 0
-        target = data[first_byte : first_byte + count * tile_bytes]
         source = source.contiguous()
-        library.call(
-            "edgellm_pack",
-            pool(library),
-            ggml_type.type_id,
-            source.data_ptr(),
-            part.shape[0],
-            k,
-            target.data_ptr(),
-            target.numel(),
-        )
+        slice_tiles = max(1, SLICE_BYTES // tile_bytes)
+        for first in range(0, count, slice_tiles):
+            if first:
+                between()
+            end = min(first + slice_tiles, count)
+            rows_here = source[first * TILE_ROWS : end * TILE_ROWS]
+            target = data[first_byte + first * tile_bytes : first_byte + end * tile_bytes]
+            library.call(
+                "edgellm_pack",
+                pool(library),
+                ggml_type.type_id,
+                rows_here.data_ptr(),
+                rows_here.shape[0],
+                k,
+                target.data_ptr(),
+                target.numel(),
+            )
         if bias is not None and part.bias is not None:
             bias[first_row : first_row + part.shape[0]] = part.bias
         first_row += part.shape[0]
-        first_byte += target.numel()
+        first_byte += count * tile_bytes
     return NativeWeight(data, ggml_type.type_id, rows, k, bias)
 
 
@@ -87,10 +96,10 @@ def _as_blocks(part: HeldPart) -> HeldPart:
     return (as_blocks(part) or part) if isinstance(part, IntWeight) else part
 
 
-def pack_weight(weight: LinearWeight) -> LinearWeight:
-    """A weight in packed form; neighbouring parts of one type become one matrix."""
+def pack_weight(weight: LinearWeight, between: Callable[[], None] = lambda: None) -> LinearWeight:
+    """A weight in packed form; neighbouring parts of one type become one matrix. ``between`` as in pack."""
     if not isinstance(weight, StackedWeight):
-        return pack([_as_blocks(weight)])
+        return pack([_as_blocks(weight)], between)
     groups: list[list[HeldPart]] = []
     for part in map(_as_blocks, weight.parts):
         last = groups[-1] if groups else []
@@ -99,5 +108,5 @@ def pack_weight(weight: LinearWeight) -> LinearWeight:
             last.append(part)
         else:
             groups.append([part])
-    packed = tuple(pack(group) for group in groups)
+    packed = tuple(pack(group, between) for group in groups)
     return packed[0] if len(packed) == 1 else StackedWeight(packed)

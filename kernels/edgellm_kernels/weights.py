@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeAlias
 
@@ -288,10 +288,10 @@ def _join_dense(parts: Sequence[HeldPart], dtype: torch.dtype, device: torch.dev
     return DenseWeight(data, bias)
 
 
-def _packed(weight: LinearWeight) -> LinearWeight:
+def _packed(weight: LinearWeight, between: Callable[[], None]) -> LinearWeight:
     from edgellm_kernels.native_packing import pack_weight
 
-    return pack_weight(weight)
+    return pack_weight(weight, between)
 
 
 def _in_planes(weight: LinearWeight, device: torch.device, dtype: torch.dtype) -> LinearWeight:
@@ -314,6 +314,7 @@ def prepare(
     op: str = "linear",
     hold: str = "dense",
     dtype: torch.dtype = torch.float32,
+    between: Callable[[], None] = lambda: None,
 ) -> LinearWeight:
     """Bring a weight from the form of its file into the form in which ``op`` uses it.
 
@@ -326,6 +327,7 @@ def prepare(
             file's blocks for the native library: CPU and f32 only, about the file's size. ``planes`` packs
             them for the GPU kernels, about the file's size; dense parts become floats of ``dtype``.
         dtype: what the torch ops compute in.
+        between: called between two parts of a large weight that is packed for the native library.
 
     Decoding a prepared weight gives the same f32 bits as decoding the file. Raises ValueError for parts that
     do not fit each other, or an unknown ``op`` or ``hold``.
@@ -340,13 +342,13 @@ def prepare(
     if isinstance(weight, StackedWeight):
         _check_widths(weight)
         if hold == "native":
-            return _packed(weight)
+            return _packed(weight, between)
         if hold == "blocks":
             return StackedWeight(tuple(_move(part, device) for part in weight.parts))
         return _join_dense(weight.parts, dtype, device)
     if op == "embed" or hold == "blocks":
         return _move(weight, device)
     if hold == "native":
-        return _packed(weight)
+        return _packed(weight, between)
     bias = None if weight.bias is None else weight.bias.to(device=device, dtype=torch.float32)
     return DenseWeight(_float_data(weight, dtype, device), bias)

@@ -364,7 +364,8 @@ class _Loader:
         )
 
     def _prepare(self, weight: LinearWeight, op: str) -> LinearWeight:
-        return prepare(weight, self.kernels.device, op, self.hold, self.kernels.dtype)
+        give_back = self.checkpoint.release_pages  # a large table and its copy would be there at once
+        return prepare(weight, self.kernels.device, op, self.hold, self.kernels.dtype, give_back)
 
     def _weight(self, name: str) -> LinearPart:
         weight = self.checkpoint.weight(f"{name}.weight")
