@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -66,8 +67,18 @@ class RowsCase:
     most: float
 
 
+@dataclass(frozen=True)
+class GridCase:
+    """The linears of a step on a GPTQ folder made from the model's file, over those on the file itself."""
+
+    model: str
+    bits: int
+    group: int
+    most: float
+
+
 SMOL, GEMMA = "smollm2-135m", "gemma3-270m"
-CASES: dict[str, Case | RowsCase] = {
+CASES: dict[str, Case | RowsCase | GridCase] = {
     "decode-q4_1": Case(SMOL, "Q4_1", 1.5),
     "decode-q4_0": Case(SMOL, "Q4_0", 1.3),
     "decode-q4_k_m": Case(SMOL, "Q4_K_M", 1.3),
@@ -86,6 +97,7 @@ CASES: dict[str, Case | RowsCase] = {
     "rows-8": RowsCase(SMOL, 8, 3.8),
     "rows-4-gemma": RowsCase(GEMMA, 4, 1.5),
     "rows-8-gemma": RowsCase(GEMMA, 8, 2.2),
+    "gptq-4": GridCase(SMOL, 4, 64, 1.1),
 }
 OWN_TYPE = {SMOL: "Q4_1", GEMMA: "Q4_K_M"}
 """The type of the catalog's file; others are made from it, alike for both sides."""
@@ -242,6 +254,57 @@ def compare_rows(name: str, case: RowsCase, threads: int, pairs: int, processor_
     )
 
 
+def compare_grid(name: str, case: GridCase, threads: int, pairs: int, folder: Path) -> Figure:
+    """By the step program's own times, minima of alternating steps; the head, dense there, apart."""
+    from edgellm.cache.kv_storage import BLOCK_SIZE, allocate_storage, kv_type
+    from edgellm.runner.step_program import StepProgram, choose_program
+    from edgellm_models.checkpoint import open_checkpoint
+    from edgellm_models.network.build import build_decoder
+
+    source, made = real_model(case.model), folder / f"{case.model}-gptq-{case.bits}-{case.group}"
+    if not made.exists():
+        chosen = ["--format", "gptq", "--method", "rtn", "--bits", str(case.bits)]
+        chosen += ["--group-size", str(case.group), "--quiet"]
+        command = [sys.executable, "-m", "edgellm", "quantize", str(source), str(made), *chosen]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    native_threads.set_threads(threads)
+    torch.set_num_threads(1)
+    programs: list[StepProgram] = []
+    for path in (made, source):
+        decoder = build_decoder(open_checkpoint(path), kernels="native")
+        kv = allocate_storage(decoder.spec, [32] * len(decoder.spec.kv_groups), kv_type("f16"))
+        program = choose_program(decoder, kv)
+        assert isinstance(program, StepProgram)
+        programs.append(program)
+    linears = ("qkv", "attn_output", "gate_up", "down")
+    found: list[list[float]] = [[], []]
+    with torch.inference_mode():
+        for _ in range(pairs * 12):
+            for program, times in zip(programs, found, strict=True):
+                batch = rows_batch(len(kv), 1, 128, BLOCK_SIZE)
+                program.native.take_seconds()
+                program.forward(batch, kv)
+                seconds = program.native.take_seconds()
+                times.append(sum(seconds[op] for op in linears))
+    ours, file_s = (min(times) for times in found)
+    layers = [program.decoder.weights.layers for program in programs]
+    held, file_bytes = (
+        sum(w.nbytes for layer in side for w in (layer.qkv, layer.attn_output, layer.gate_up, layer.down))
+        for side in layers
+    )
+    return Figure(
+        name=f"{name}: linears of a step, {case.model} as GPTQ of {case.bits} bits in groups of "
+        f"{case.group}, {threads} thread{'s' * (threads > 1)}{on_backend()}",
+        value=ours / file_s,
+        unit=f"times those of its {OWN_TYPE[case.model]} file",
+        promise=f"at most {case.most}",
+        met=ours / file_s <= case.most,
+        peer=f"GPTQ: {ours * 1e3:.2f} ms, {held / 1e6:.1f} MB; "
+        f"the file: {file_s * 1e3:.2f} ms, {file_bytes / 1e6:.1f} MB",
+        detail={"seconds": {"gptq": found[0], "file": found[1]}},
+    )
+
+
 def measure(
     names: Sequence[str], threads: Sequence[int], pairs: int = PAIRS, processor_time: bool = False
 ) -> Iterator[Figure]:
@@ -249,7 +312,9 @@ def measure(
         for name in names:
             case = CASES[name]
             for count in threads:
-                if isinstance(case, RowsCase):
+                if isinstance(case, GridCase):
+                    yield compare_grid(name, case, count, pairs, Path(folder))
+                elif isinstance(case, RowsCase):
                     yield compare_rows(name, case, count, pairs, processor_time)
                 else:
                     yield compare(name, case, count, pairs, processor_time, Path(folder))

@@ -139,6 +139,12 @@ def _kernels() -> Iterator[Finding]:
         if platform.machine().lower() not in ("x86_64", "amd64"):
             yield Finding("native silicon", WARNING, "native kernels have only ever run on x86-64")
         yield Finding("int4 KV", OK, "attention on torch: the native kernels read f32, f16, bf16 and int8")
+        yield Finding(
+            "GPTQ and AWQ",
+            OK,
+            "native linears on packed grids: codes of 4 bits (2 and 3 as 4) and of 8, groups of 32 n, any "
+            "column order; other groups, and scales that f16 cannot hold, as f32",
+        )
 
 
 def _compiler() -> Iterator[Finding]:

@@ -54,6 +54,11 @@ def _with_blocks(x: Prepared, exact: bool) -> Prepared:
     return Prepared(values, quantize(values))
 
 
+def _in_order(x: Prepared, order: torch.Tensor, exact: bool) -> Prepared:
+    """x with its columns in the order of a weight's, quantized anew."""
+    return _with_blocks(Prepared(x.values.index_select(1, order)), exact)
+
+
 def _multiply(x: Prepared, weight: NativeWeight, out: torch.Tensor, add: torch.Tensor | None) -> None:
     """out[...] = x @ weight.T + bias + add; out and add are column ranges of contiguous rows."""
     assert x.values.shape[1] == weight.in_features and out.stride(0) >= weight.out_features
@@ -77,16 +82,17 @@ def _multiply(x: Prepared, weight: NativeWeight, out: torch.Tensor, add: torch.T
 
 
 def _product(x: Prepared, weight: LinearWeight, exact: bool, add: torch.Tensor | None = None) -> torch.Tensor:
-    x = _with_blocks(x, exact)
+    whole = _with_blocks(x, exact)
     parts: tuple[HeldPart, ...] = weight.parts if isinstance(weight, StackedWeight) else (weight,)
-    out = torch.empty((x.num_tokens, weight.shape[0]), dtype=torch.float32)
+    out = torch.empty((whole.num_tokens, weight.shape[0]), dtype=torch.float32)
     add = None if add is None else add.contiguous()
     start = 0
     for part in parts:
         columns = slice(start, start + part.shape[0])
         if not isinstance(part, NativeWeight):
             raise TypeError(f"the native kernels need packed weights, not {type(part).__name__}")
-        _multiply(x, part, out[:, columns], None if add is None else add[:, columns])
+        given = whole if part.order is None else _in_order(whole, part.order, exact)
+        _multiply(given, part, out[:, columns], None if add is None else add[:, columns])
         start = columns.stop
     return out
 
@@ -137,6 +143,7 @@ def embed(
     """See ops.Embed. An embedding that is not the head too stays in the file's form: torch reads its rows."""
     if not isinstance(weight, NativeWeight):
         return linear_torch.embed(token_ids, weight, scale)
+    assert weight.order is None, "an embedding has no act-order"
     ids = token_ids.to(torch.int64).contiguous()
     out = torch.empty((ids.shape[0], weight.in_features), dtype=torch.float32)
     library = _library()

@@ -84,6 +84,7 @@ class StepLinear(ctypes.Structure):
         ("rows", _I * MAX_PARTS),
         ("data", _P * MAX_PARTS),
         ("biases", _P * MAX_PARTS),
+        ("orders", _P * MAX_PARTS),
         ("parts", _I),
         ("k", _I),
     ]

@@ -101,6 +101,7 @@ def _linear(weight: LinearWeight) -> StepLinear:
         linear.formats[index], linear.rows[index] = part.type_id, part.out_features
         linear.data[index] = part.data.data_ptr()
         linear.biases[index] = None if part.bias is None else part.bias.data_ptr()
+        linear.orders[index] = None if part.order is None else part.order.data_ptr()
     return linear
 
 

@@ -155,11 +155,13 @@ class NativeWeight:
     data: torch.Tensor
     """uint8 [bytes]: the file's size, rows rounded up to a multiple of 8."""
     type_id: int
-    """The type of the file's blocks, or of dense values, as in ggml_types."""
+    """The type of the file's blocks, or of dense values (ggml_types), or a grid (native_grids)."""
     out_features: int
     in_features: int
     bias: torch.Tensor | None = None
     """[N] f32"""
+    order: torch.Tensor | None = None
+    """int64 [K]: column j is column order[j] of the file (act-order); None is the file's order."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -167,7 +169,7 @@ class NativeWeight:
 
     @property
     def nbytes(self) -> int:
-        return self.data.nbytes + (self.bias.nbytes if self.bias is not None else 0)
+        return sum(part.nbytes for part in (self.data, self.bias, self.order) if part is not None)
 
 
 @dataclass(frozen=True)

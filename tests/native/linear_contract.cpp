@@ -87,7 +87,7 @@ int main() {
   for (int64_t threads : {1, 3}) {
     void* pool = nullptr;
     if (edgellm_pool_new(threads, &pool) != 0) return 1;
-    for (int id : {0, 1, 2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 30}) {
+    for (int id : {0, 1, 2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 30, 1001, 1002, 1003, 1004, 1005}) {
       const auto format = static_cast<edgellm::Format>(id);
       const int64_t unit = edgellm::format_info(format).unit;
       for (int64_t n : {1, 8, 21})

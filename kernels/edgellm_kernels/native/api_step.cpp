@@ -11,6 +11,9 @@ bool is_linear(const StepLinear& linear) {
   for (int64_t part = 0; part < linear.parts; ++part) {
     const FormatInfo info = format_info(static_cast<Format>(linear.formats[part]));
     if (info.unit == 0 || linear.k % info.unit != 0 || linear.rows[part] < 1) return false;
+    const int64_t* order = linear.orders[part];
+    for (int64_t i = 0; order != nullptr && i < linear.k; ++i)
+      if (order[i] < 0 || order[i] >= linear.k) return false;
   }
   return true;
 }
@@ -27,6 +30,7 @@ bool is_model(const StepModel& model) {
     if (layer.rope < 0 || layer.rope >= model.num_ropes || layer.group < 0 || layer.group >= model.num_groups)
       return false;
   }
+  if (model.embedding.parts != 0 && model.embedding.orders[0] != nullptr) return false;
   return model.head.k == model.hidden && (model.embedding.parts == 0 || model.embedding.k == model.hidden);
 }
 

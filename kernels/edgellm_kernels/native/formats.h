@@ -1,7 +1,8 @@
 // How each packed format is read: its scales as vectors over the eight rows, its codes pair by pair.
 //
 // A format's weight is scale * (code - kZero) + min, in f32 and in this order, which are the operations and the bits
-// of the reference decoders; formats without a minimum leave the addition out. `min` of the k-quants is negated.
+// of the reference decoders; formats without a minimum leave the addition out. `min` of the k-quants is negated. Grids
+// have a zero point per unit: decoded they are scale * (code - zero), in products zero * scale is their minimum.
 #pragma once
 
 #include "packed.h"
@@ -121,6 +122,29 @@ struct Q2KFormat {
   }
 };
 
+// UNIT weights of an integer grid with one scale and one zero point, w = scale * (code - zero); header: scales, zeros.
+// Codes of bytes are stored 128 too small, and so the zeros count.
+template <int BITS, int UNIT> struct GridFormat {
+  static constexpr int kUnit = UNIT, kSpan = 32, kBits = BITS, kZero = 0;
+  static constexpr bool kMin = true;
+  static constexpr int64_t kHeader = 24;
+  static F32 zeros(const uint8_t* unit) {
+    using namespace simd;
+    const I32 bytes = load_i8(reinterpret_cast<const int8_t*>(unit) + 16) & splat_i32(255);
+    return to_f32(BITS == 8 ? bytes - splat_i32(128) : bytes);
+  }
+  static void scales(const uint8_t* unit, F32* scale, F32* min) {
+    using namespace simd;
+    const F32 own = load_f16(halves(unit)), offset = zero() - own * zeros(unit);
+    for (int s = 0; s < UNIT / 32; ++s) {
+      scale[s] = own;
+      min[s] = offset;
+    }
+  }
+};
+template <class T> constexpr bool kIsGrid = false;
+template <int BITS, int UNIT> constexpr bool kIsGrid<GridFormat<BITS, UNIT>> = true;
+
 template <class T> constexpr int64_t kUnitBytes = T::kHeader + T::kUnit / 32 * kCodeBytes<T::kBits>;
 
 // visit(format type{}) for a block format; false for the dense ones.
@@ -136,6 +160,11 @@ template <class F> inline bool visit_format(Format format, F&& visit) {
     case Format::kQ4_K: visit(KMinFormat<4>{}); return true;
     case Format::kQ5_K: visit(KMinFormat<5>{}); return true;
     case Format::kQ6_K: visit(Q6KFormat{}); return true;
+    case Format::kGrid4x32: visit(GridFormat<4, 32>{}); return true;
+    case Format::kGrid4x64: visit(GridFormat<4, 64>{}); return true;
+    case Format::kGrid4x128: visit(GridFormat<4, 128>{}); return true;
+    case Format::kGrid8x32: visit(GridFormat<8, 32>{}); return true;
+    case Format::kGrid8x128: visit(GridFormat<8, 128>{}); return true;
     default: return false;
   }
 }

@@ -18,14 +18,16 @@ template <class T> void decode_unit(const uint8_t* unit, float* out) {
   T::scales(unit, scale, min);
   const uint8_t* q = unit + T::kHeader;
   const I32 zero_code = splat_i32(T::kZero);
+  F32 zeros = zero();
+  if constexpr (kIsGrid<T>) zeros = T::zeros(unit);
   for (int b = 0; b < T::kUnit / 32; ++b, q += kCodeBytes<T::kBits>, out += 256) {
     for_pairs<T::kBits, 0, 16>(q, [&](int p, I16 codes) {
       const int span = (32 * b + 2 * p) / T::kSpan;
       I32 pair = as_i32(codes);
       I32 code[2] = {shift_right_signed(shift_left(pair, 16), 16), shift_right_signed(pair, 16)};
       for (int i = 0; i < 2; ++i) {
-        F32 value = scale[span] * to_f32(code[i] - zero_code);
-        if constexpr (T::kMin) value = value + min[span];
+        F32 value = scale[span] * (kIsGrid<T> ? to_f32(code[i]) - zeros : to_f32(code[i] - zero_code));
+        if constexpr (T::kMin && !kIsGrid<T>) value = value + min[span];
         store(out + 8 * (2 * p + i), value);
       }
     });

@@ -43,6 +43,12 @@ void read_codes(Format format, const uint8_t* block, uint8_t* codes) {
       low_then_high_nibbles(block + 8, 16, 16, codes);
       return or_fifth_bits(block + 4, codes);
     case Format::kQ8_0: std::memcpy(codes, block + 2, 32); return;
+    case Format::kGrid4x32: case Format::kGrid4x64: case Format::kGrid4x128:
+      for (int j = 0; j < format_info(format).unit; ++j) codes[j] = (block[3 + j / 2] >> (j % 2 * 4)) & 15;
+      return;
+    case Format::kGrid8x32: case Format::kGrid8x128:
+      for (int j = 0; j < format_info(format).unit; ++j) codes[j] = block[3 + j] ^ 0x80;
+      return;
     case Format::kQ4_K: return low_then_high_nibbles(block + 16, 128, 32, codes);
     case Format::kQ5_K:
       low_then_high_nibbles(block + 48, 128, 32, codes);
@@ -83,6 +89,11 @@ void write_header(Format format, const uint8_t* block, int row, uint8_t* header)
       put_half(header, 1, row, block + 2);
       [[fallthrough]];
     case Format::kQ4_0: case Format::kQ5_0: case Format::kQ8_0: put_half(header, 0, row, block); return;
+    case Format::kGrid4x32: case Format::kGrid4x64: case Format::kGrid4x128: case Format::kGrid8x32:
+    case Format::kGrid8x128:
+      put_half(header, 0, row, block);
+      header[16 + row] = block[2];
+      return;
     case Format::kQ4_K: case Format::kQ5_K:
       put_half(header, 0, row, block);
       put_half(header, 1, row, block + 2);

@@ -12,17 +12,20 @@
 //   bytes, 8 vectors: 16 bytes per pair p: row r's weights 2p and 2p + 1 at bytes 2r and 2r + 1
 //
 // 4 bits = the 4-bit plane; 5 = that and a 1-bit plane; 6 = that and a 2-bit plane; 2 = the 2-bit plane; 3 = that
-// and a 1-bit plane. Dense weights: k after k, the 8 rows' values beside each other. Rows behind the last are zero.
+// and a 1-bit plane. Grids (GPTQ, AWQ) have no blocks in their files; the caller makes them, a unit of 32, 64 or 128
+// weights that share scale and zero point: f16 scale, zero byte, codes (nibbles: byte j holds weights 2j and 2j + 1).
+// Their header is scales, zeros. Dense weights: k after k, the 8 rows' values beside each other. Rows behind the last are zero.
 #pragma once
 
 #include <cstdint>
 
 namespace edgellm {
 
-// The type ids of ggml.h.
+// The type ids of ggml.h, and from 1001 on grids: kGrid BITS x WEIGHTS of a unit.
 enum class Format : int32_t {
   kF32 = 0, kF16 = 1, kQ4_0 = 2, kQ4_1 = 3, kQ5_0 = 6, kQ5_1 = 7, kQ8_0 = 8,
   kQ2_K = 10, kQ3_K = 11, kQ4_K = 12, kQ5_K = 13, kQ6_K = 14, kBF16 = 30,
+  kGrid4x32 = 1001, kGrid4x64 = 1002, kGrid4x128 = 1003, kGrid8x32 = 1004, kGrid8x128 = 1005,
 };
 
 constexpr int64_t kTileRows = 8;
@@ -47,6 +50,11 @@ constexpr FormatInfo format_info(Format format) {
     case Format::kQ4_K: return {256, 144};
     case Format::kQ5_K: return {256, 176};
     case Format::kQ6_K: return {256, 210};
+    case Format::kGrid4x32: return {32, 19};
+    case Format::kGrid4x64: return {64, 35};
+    case Format::kGrid4x128: return {128, 67};
+    case Format::kGrid8x32: return {32, 35};
+    case Format::kGrid8x128: return {128, 131};
   }
   return {0, 0};
 }

@@ -108,9 +108,37 @@ void Step::norm(
   });
 }
 
+// x with its columns in a part's order, quantized anew where the linears multiply integers.
+LinearInput Step::in_order(Pool& pool, const int64_t* order, const float* x, int64_t k, int64_t rows) {
+  if (order == nullptr) return {x, blocks_for(k), rows};
+  float* const ordered = grown(b_.ordered, rows * k);
+  const int64_t blocks = k / kActivationBlock;
+  ActivationBlock* const quantized = blocks_for(k) == nullptr ? nullptr : grown(b_.ordered_blocks, rows * blocks);
+  by_row(pool, rows, [&](int64_t row) {
+    const float* from = x + row * k;
+    float* to = ordered + row * k;
+    for (int64_t i = 0; i < k; ++i) to[i] = from[order[i]];
+    if (quantized != nullptr) quantize_row(to, k, quantized + row * blocks);
+  });
+  return {ordered, quantized, rows};
+}
+
 void Step::multiply(Pool& pool, const StepLinear& linear, const float* x, int64_t rows, float* out) {
-  const LinearInput input{x, blocks_for(linear.k), rows};
   const int64_t width = width_of(linear);
+  bool ordered = false;
+  for (int64_t part = 0; part < linear.parts; ++part) ordered = ordered || linear.orders[part] != nullptr;
+  if (ordered) {  // the buffers hold one order at a time
+    int64_t column = 0;
+    for (int64_t part = 0; part < linear.parts; column += linear.rows[part++]) {
+      const LinearInput input = in_order(pool, linear.orders[part], x, linear.k, rows);
+      const PackedWeight weight = part_of(linear, part);
+      pool.parallel_for(linear_tasks(weight, rows), [&](int64_t task) {
+        linear_task(weight, input, {out + column, width, nullptr}, task);
+      });
+    }
+    return;
+  }
+  const LinearInput input{x, blocks_for(linear.k), rows};
   PackedWeight parts[kMaxParts];
   int64_t tasks[kMaxParts], columns[kMaxParts], total = 0, column = 0;
   for (int64_t part = 0; part < linear.parts; ++part) {

@@ -18,6 +18,7 @@ struct StepLinear {
   int64_t formats[kMaxParts], rows[kMaxParts];
   const uint8_t* data[kMaxParts];
   const float* biases[kMaxParts];
+  const int64_t* orders[kMaxParts];  // [k]: column j of the part's weight reads x[order[j]]; or null: x as it is
   int64_t parts, k;
 };
 
@@ -79,7 +80,8 @@ class Step {
  private:
   struct Buffers {
     std::vector<float> residual, normed, qkv, q, attended, x, gate_up, gated, cos, sin, head_x, head_residual;
-    std::vector<ActivationBlock> blocks;
+    std::vector<float> ordered;
+    std::vector<ActivationBlock> blocks, ordered_blocks;
     std::vector<int64_t> positions;      // of the rows that the last layer goes on with
     std::vector<int32_t> query_starts;
   };
@@ -89,6 +91,7 @@ class Step {
       Pool& pool, const float* x, const float* gain, const float* post_gain, float* residual, float* out,
       int64_t rows, bool quantize);
   void multiply(Pool& pool, const StepLinear& linear, const float* x, int64_t rows, float* out);
+  LinearInput in_order(Pool& pool, const int64_t* order, const float* x, int64_t k, int64_t rows);
   const ActivationBlock* blocks_for(int64_t k) const;
   void quantize(Pool& pool, const float* x, int64_t k, int64_t rows);
   void attend(Pool& pool, const StepCall& call, int64_t layer, BatchRows& rows);
