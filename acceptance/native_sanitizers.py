@@ -22,7 +22,15 @@ from edgellm_kernels.native import build
 from edgellm_kernels.native_library import BACKEND_VARIABLE, runnable_libraries
 from edgellm_kernels.packed_memory import SWITCH
 
-TESTS = ("native_attention", "native_linear", "native_pool", "step_program", "int_weights", "block_codecs")
+TESTS = (
+    "native_attention",
+    "native_linear",
+    "native_grids",
+    "native_pool",
+    "step_program",
+    "int_weights",
+    "block_codecs",
+)
 FLAGS = ("-O1", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 _FAULT = """
 import torch
