@@ -100,7 +100,8 @@ def _check_place(manager: KVManager, sequence: SequenceBlocks) -> None:
 
 def _check_chain(manager: KVManager, sequence: SequenceBlocks) -> None:
     size = manager.block_size
-    full = sequence.committed // size if manager.enable_prefix_cache else 0
+    cached = manager.enable_prefix_cache and sequence.publishes
+    full = sequence.committed // size if cached else 0
     assert len(sequence.chain) == full, "I6: not one node per full, committed block"
     parent = sequence.root
     for i, node in enumerate(sequence.chain):

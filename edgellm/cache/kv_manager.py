@@ -84,19 +84,21 @@ class KVManager:
         salt: str = "",
         conversation_id: str | None = None,
         most: int | None = None,
+        publishes: bool = True,
     ) -> int:
         """Starts a sequence with the cached part of its prompt; how many tokens that is.
 
         Whole blocks, and at most one token less than the prompt has, as one must run to bring logits, and at
         most ``most`` tokens: what comes behind depends on what the sequence evicts. The blocks are in use
         from now on. Nothing is allocated, so this cannot fail for want of blocks. One that is freed again
-        before it grows is opened again at little cost, with the same tokens, until ``forget``.
+        before it grows is opened again at little cost, with the same tokens, until ``forget``. One that
+        does not publish reuses nothing, and what it computes is never cached: it displaces nothing that is.
         """
         if sequence_id in self.sequences:
             raise EngineError(f"sequence {sequence_id} is open already")
         root = self.index.root(salt)
         chain = []
-        if self.enable_prefix_cache:
+        if self.enable_prefix_cache and publishes:
             limit = self._reuse_limit(token_ids)
             if most is not None:
                 limit = min(limit, most // self.block_size)
@@ -122,6 +124,7 @@ class KVManager:
             grown=reused,
             reused=reused,
             conversation=conversation,
+            publishes=publishes,
         )
         if conversation is not None:
             found = self._conversations.compare(conversation, token_ids, reused, self.block_size)
@@ -180,6 +183,7 @@ class KVManager:
             exact_blocks=source.exact_blocks,
             reused=source.committed,
             conversation=source.conversation,
+            publishes=source.publishes,
         )
 
     # --- one step ---
@@ -291,7 +295,7 @@ class KVManager:
                 f"{sequence.committed} + {len(token_ids)}"
             )
         sequence.tokens.extend(token_ids)
-        if not self.enable_prefix_cache:
+        if not self.enable_prefix_cache or not sequence.publishes:
             return
         size = self.block_size
         for i in range(len(sequence.chain), sequence.committed // size):

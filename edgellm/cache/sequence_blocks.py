@@ -58,6 +58,8 @@ class SequenceBlocks:
     """Tokens that it was opened with."""
     conversation: tuple[str, str] | None = None
     """Salt and conversation id."""
+    publishes: bool = True
+    """Others may reuse its full blocks. Without, it has no ``chain``."""
 
     @property
     def committed(self) -> int:

@@ -137,6 +137,7 @@ class Roster:
             salt=kv_salt(sequence),
             conversation_id=sequence.conversation_id,
             most=None if sequence.eviction is None else sequence.eviction.reuse_limit,
+            publishes=sequence.start.pooling is None,  # nobody could reuse it: see kv_salt
         )
         sequence.has_kv = True
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from edgellm.contracts import PENDING, SequenceResult, StepPlan, StepResult
-from edgellm.scheduler.policy import kv_salt, prefill_order, rank
+from edgellm.scheduler.policy import kv_salt, prefill_order, rank, shared_salt
 from edgellm.scheduler.sequence import Sequence
 from edgellm_models.errors import BadInputError, EngineError
 from tests.support.fake_runner import answer_alone
@@ -64,6 +64,22 @@ def test_embedded_texts_run_beside_answers_draw_nothing_and_reuse_nothing(
         assert schedule.sequences[sequence_id].cached_tokens == 0
     for i, sequence_id in enumerate(answers):
         assert schedule.answers[sequence_id] == answer_alone(prompt(9, 3 + i), 12)
+
+
+@pytest.mark.parametrize("host_blocks", [0, 40])
+def test_embedded_texts_displace_nothing_that_is_cached(host_blocks: int) -> None:
+    """Nobody could reuse their blocks, so they are the first to be given away again."""
+    setup = Setup(num_blocks=24, prefill_chunk=8, max_running=2, windows=(None, 6), host_blocks=host_blocks)
+    schedule, salt = Schedule(setup), shared_salt("", is_short=True)
+    schedule.add(prompt(32), 1)
+    schedule.run()
+    cached = schedule.kv.counts()["cached"]
+    assert cached and schedule.kv.reusable([*prompt(32), 1], salt=salt) == 32
+    for i in range(1, 7):
+        schedule.add(prompt(30, i), 1, pooling="last" if i % 2 else "mean", priority=1)
+    schedule.run()
+    assert schedule.kv.counts()["cached"] == cached
+    assert schedule.kv.reusable([*prompt(32), 1], salt=salt) == 32
 
 
 def test_the_shortest_prefill_goes_first_in_one_slot() -> None:

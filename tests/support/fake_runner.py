@@ -200,7 +200,8 @@ class PagedFakeRunner:
         assert PENDING not in planned.token_ids[:-1]
         pools = state.start.pooling
         assert planned.needs_logits == (end == len(state.token_ids) and pools is None)
-        assert planned.num_states == (0 if pools is None else count)
+        all_rows = count if pools == "mean" else int(end == len(state.token_ids))
+        assert planned.num_states == (0 if pools is None else all_rows)
         assert planned.total_length == len(state.token_ids)
         is_long = self.rope_switch_length is not None and planned.total_length > self.rope_switch_length
         state.see(start, end, self._missing(planned))
