@@ -144,6 +144,15 @@ def most_positions(policy: str, keep: int, block_size: int) -> int | None:
     return (plan.max_blocks + 1) * block_size
 
 
+def longest_step(policy: str, keep: int, block_size: int, chunk: int) -> int:
+    """Tokens of a prompt that are worth running at once, ``chunk`` at most: up to the first border of a
+    sequence without a system prompt. Behind it steps are a stride long anyway, so that a longer first one
+    would cost memory and hardly save time. BadInputError as ``make_plan``."""
+    if policy not in POLICIES:
+        return chunk
+    return min(chunk, make_plan(policy, keep, block_size, 0).first_border)
+
+
 def _stride(blocks: int) -> int:
     return max(1, min(MAX_STRIDE_BLOCKS, blocks // 8))
 

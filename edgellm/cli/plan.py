@@ -102,11 +102,12 @@ def command(
     stated. On this machine the program itself, torch above all, counts too; --kernels torch holds weights as
     f32.
     """
-    from edgellm.cache.eviction import most_positions
+    from edgellm.cache.eviction import longest_step, most_positions
     from edgellm.cache.kv_sizes import auto_kv_types
     from edgellm.cli.model_access import named_by
     from edgellm.planning.machine import free_memory, read_bandwidth
     from edgellm.planning.planner import BLOCK_SIZE, Machine, Wish, make_plan
+    from edgellm.planning.workspace import PREFILL_CHUNK
     from edgellm.speculative.drafter import MAX_DRAFT
 
     output = current_output()
@@ -135,6 +136,7 @@ def command(
         batch=batch,
         kv_dtype=kv_dtype,
         kept=most_positions(settled.kv_policy, kept_tokens, BLOCK_SIZE),
+        chunk=longest_step(settled.kv_policy, kept_tokens, BLOCK_SIZE, PREFILL_CHUNK),
         lookahead=0 if settled.spec == "off" else MAX_DRAFT,
         kernels=kernels,
         acceptance=acceptance,

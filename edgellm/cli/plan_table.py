@@ -83,6 +83,7 @@ def _crossings(shape: ModelShape, plan: Plan) -> Iterator[tuple[str, str]]:
 def _speculation(plan: Plan) -> Iterator[tuple[str, str]]:
     draft = plan.speculation
     if draft is None:
+        yield "speculation", "say --draft-cost, and --acceptance where it is known, to see what it brings"
         return
     needed = (
         "pays at no acceptance"

@@ -128,7 +128,7 @@ def load_runtime(
     _keep_threads_from_spinning()
     import torch
 
-    from edgellm.cache.eviction import WINDOW, most_positions
+    from edgellm.cache.eviction import WINDOW, longest_step, most_positions
     from edgellm.cache.kv_copies import allocate_host_storage
     from edgellm.cache.kv_manager import KVManager
     from edgellm.cache.kv_storage import (
@@ -138,6 +138,7 @@ def load_runtime(
         group_layouts,
     )
     from edgellm.cache.prefix_index import cache_key
+    from edgellm.cli.allocator import return_large_blocks
     from edgellm.cli.draft_model import load_draft
     from edgellm.cli.gpu_split import allocate_split, build_split, shared_room, split_for
     from edgellm.cli.kv_room import check_contexts, choose_context, host_blocks_for, sequences_at_once
@@ -222,8 +223,8 @@ def load_runtime(
     free_bytes = _free_memory(device)
     if on_cpu:
         free_bytes = shared_room(free_bytes, _free_memory("cpu"), on_cpu, num_layers)
-    chunk = prefill_chunk or PREFILL_CHUNK
     keep = resolved.kv_window if resolved.kv_policy == WINDOW else resolved.kv_budget
+    chunk = longest_step(resolved.kv_policy, keep, BLOCK_SIZE, prefill_chunk or PREFILL_CHUNK)
     kept = most_positions(resolved.kv_policy, keep, BLOCK_SIZE)
     if kv is None:
         exact = decoder.kernels.activations == "exact"
@@ -266,6 +267,8 @@ def load_runtime(
     key = cache_key(model_id=str(path), rope=repr(spec.ropes), kv_dtypes=[kv.name] * len(groups))
     if isinstance(program, StepProgram):
         torch.set_num_threads(1)  # the native threads do the work: two pools would fight over the cores
+    elif device == "cpu":
+        return_large_blocks()
     runner = ModelRunner(
         program,
         storage,

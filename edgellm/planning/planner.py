@@ -35,6 +35,8 @@ class Wish:
     kv_dtype: str = "f16"
     kept: int | None = None
     """Positions that lossy eviction leaves at most in layers without a window."""
+    chunk: int = PREFILL_CHUNK
+    """Tokens of a prompt that run at once."""
     lookahead: int = 0
     """Tokens that a sequence may draft: windows keep as many more positions, on both sides."""
     kernels: str = NATIVE
@@ -198,7 +200,7 @@ def _pool(shape: ModelShape, wish: Wish, context: int, batch: int) -> int:
         shape.head_dim,
         context,
         wish.kv_dtype,
-        PREFILL_CHUNK,
+        wish.chunk,
         BLOCK_SIZE,
         kept=wish.kept,
         num_sequences=batch,
@@ -212,6 +214,7 @@ def _workspace(shape: ModelShape, wish: Wish, context: int, batch: int) -> int:
         shape,
         batch,
         context,
+        wish.chunk,
         kernels=wish.kernels,
         drafted=wish.lookahead,
         decodes_kv=wish.kv_dtype != "f32",

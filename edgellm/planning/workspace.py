@@ -8,19 +8,17 @@ PREFILL_CHUNK = 512
 """Tokens of a prompt that run at once."""
 NATIVE, TORCH = "native", "torch"
 
-PROCESS_BYTES = 256_000_000
+PROCESS_BYTES = 262_000_000
 """Python with torch and everything else that a first answer imports, measured with CPU builds on Linux."""
 TOKEN_BYTES, MERGED_TOKEN_BYTES = 430, 850
 """Of a vocabulary's entry in the tokenizer, of one with scores and of one with merges."""
 
-_SAMPLED_BYTES = 70
-"""Per entry of the vocabulary, while one token is drawn: scores and noise in f64, ids, hashes."""
-_NATIVE_SHARE = 1.02
-"""Of the step program's buffers in whole pages, with what the allocator keeps beside them."""
-_NATIVE_FIXED = 4_000_000
-"""Tiles of attention, tables and the batch's own tensors."""
-_TORCH_SHARE = 1.5
-"""Torch's allocator keeps half as much again of what came and went."""
+_SAMPLED_BYTES = 19
+"""Per entry of the vocabulary, while one token is drawn: scores and their sorted copy in f64, three masks."""
+_NATIVE_FIXED = 1_000_000
+"""Tiles of attention, tables, the batch's own tensors, noise of one piece."""
+_TORCH_FIXED = 1_800_000
+"""What torch keeps in small blocks, and the product library in buffers."""
 _TILE_ELEMENTS = 1 << 21
 """Scores of a tile, and elements of its keys and of its values (attention_torch.py)."""
 _TILE_QUERIES = 256
@@ -36,13 +34,16 @@ def workspace_bytes(
     drafted: int = 0,
     decodes_kv: bool = False,
 ) -> int:
-    """Most bytes alive at once in a step of ``chunk`` prompt tokens beside ``batch`` - 1 decoding sequences.
+    """Most bytes alive at once in a step of ``chunk`` prompt tokens and one row for each of ``batch``
+    sequences.
 
-    The native step program keeps its buffers, all of them at once; torch's come and go with every op.
+    The native step program keeps its buffers, all of them at once; torch's come and go with every op, and the
+    sub-layer that needs most counts.
     ``drafted``: tokens that a sequence may verify besides its next one.
     ``decodes_kv``: pages are not f32, so torch decodes tiles of them.
     """
-    rows = min(chunk, context or chunk) + batch - 1
+    longest = min(chunk, context or chunk)
+    rows = longest if batch == 1 else min(chunk + batch, batch * longest)
     query = shape.num_heads * shape.head_dim
     fused = query + 2 * shape.num_kv_heads * shape.head_dim
     head = 4 * batch * (1 + drafted) * shape.vocab_size + _SAMPLED_BYTES * shape.vocab_size
@@ -51,13 +52,24 @@ def workspace_bytes(
         floats = 3 * shape.hidden_size + fused + 2 * query + 3 * shape.ffn_size + angles
         widest = max(shape.hidden_size, query, shape.ffn_size)
         # Besides the widest input as 16-bit integers with their scales: 80 bytes for 32.
-        return int(_NATIVE_SHARE * rows * (4 * floats + widest * 80 // 32)) + head + _NATIVE_FIXED
-    keys = min(context or shape.context_length, max(256, _TILE_ELEMENTS // (shape.num_heads * _TILE_QUERIES)))
-    tile = 4 * shape.num_heads * min(rows, _TILE_QUERIES) * keys
-    tile += 2 * 4 * shape.num_kv_heads * shape.head_dim * keys if decodes_kv else 0
-    attention = 4 * rows * (2 * shape.hidden_size + fused + 3 * query)
-    feed_forward = 4 * rows * 3 * (shape.hidden_size + shape.ffn_size)
-    return int(_TORCH_SHARE * (attention + feed_forward + tile + head))
+        return rows * (4 * floats + widest * 80 // 32) + head + _NATIVE_FIXED
+    kv = shape.num_kv_heads * shape.head_dim
+    queries = min(rows, _TILE_QUERIES)
+    keys = min(
+        context or shape.context_length,
+        max(256, _TILE_ELEMENTS // (shape.num_heads * _TILE_QUERIES)),
+        max(256, _TILE_ELEMENTS // kv),
+    )
+    # Scores and their mask, the running softmax, keys and values decoded from pages that are not f32.
+    tile = (4 * shape.num_heads + 1) * queries * keys + 3 * 4 * query * queries
+    tile += 2 * (4 + 1) * kv * keys if decodes_kv else 0
+    # Alive beside a sub-layer's own: its input, the residual, the output of the one before.
+    stream = 3 * shape.hidden_size
+    attention = 4 * rows * (stream + fused + 3 * query) + tile
+    rotation = 4 * rows * (stream + fused + 6 * query) if decodes_kv else 0  # butterflies of the queries
+    feed_forward = 4 * rows * (stream + 3 * shape.ffn_size)
+    kept = 8 * shape.vocab_size  # the row that is drawn from
+    return max(attention, rotation, feed_forward, head - kept) + kept + _TORCH_FIXED
 
 
 def process_bytes(shape: ModelShape, has_merges: bool = True) -> int:

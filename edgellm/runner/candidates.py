@@ -13,8 +13,8 @@ from edgellm.contracts import SamplingParams
 from edgellm.runner import filters
 from edgellm.runner.noise import NOISE_SPAN, gumbel_noise
 
-_PIECE = 1 << 15
-"""Tokens whose noise is made at once: eight numbers of 8 bytes each take 2 MiB."""
+_PIECE = 1 << 13
+"""Tokens whose noise is made at once: eight numbers of 8 bytes each take half a MiB."""
 _FEW = 4
 """From a fourth of the tokens down those that are left are copied together."""
 
@@ -35,12 +35,14 @@ class Candidates:
             self._gather(self.scores > float("-inf"))
             self._keep(filters.typical(self.scores, sampling.typical_p))
         if sampling.top_p >= 1:
-            self._keep(filters.min_p(self.scores, sampling.min_p))
+            if sampling.min_p > 0:
+                self._keep(filters.min_p(self.scores, sampling.min_p))
             return
         # min-p looks at nothing but the best token, which top-p never removes, so it may come first, where
         # it leaves top-p little to rank; the nucleus is still one of the whole mass.
         total = filters.log_total(self.scores)
-        self._keep(filters.min_p(self.scores, sampling.min_p))
+        if sampling.min_p > 0:
+            self._keep(filters.min_p(self.scores, sampling.min_p))
         self._keep(filters.top_p(self.scores, sampling.top_p, total))
 
     def left(self) -> tuple[torch.Tensor, torch.Tensor]:

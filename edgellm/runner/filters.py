@@ -23,7 +23,7 @@ import torch
 
 _HEAD = 256
 """Most nuclei are small: this many best scores are looked at before everything is sorted."""
-_PIECE = 1 << 15
+_PIECE = 1 << 13
 """Scores whose probabilities are held at once."""
 
 
@@ -40,7 +40,12 @@ def keep_best(scores: torch.Tensor, count: int) -> torch.Tensor:
     """Mask of the ``count`` largest scores; of equal ones the first."""
     if count >= scores.numel():
         return torch.ones_like(scores, dtype=torch.bool)
-    last = float(_best(scores, count)[0])
+    first = scores.numel() - count
+    return _from(scores, float(np.partition(scores.numpy(), first)[first]), count)
+
+
+def _from(scores: torch.Tensor, last: float, count: int) -> torch.Tensor:
+    """Mask of the ``count`` largest scores, of which ``last`` is the least."""
     keep = scores >= last
     excess = int(keep.sum()) - count
     if excess > 0:
@@ -63,16 +68,18 @@ def top_p(scores: torch.Tensor, p: float, total: torch.Tensor | None = None) -> 
         return torch.ones_like(scores, dtype=torch.bool)
     if total is None:
         total = log_total(scores)
-    count = None
-    if scores.numel() > _HEAD:
-        best = _best(scores, _HEAD)
-        best.sort()
+    work = scores.numpy().copy()
+    if len(work) > _HEAD:
+        work.partition(len(work) - _HEAD)
+        best = np.sort(work[-_HEAD:])
         count = _count_until(best, total, p)
-    if count is None:
-        best = np.sort(scores.numpy())
-        count = _count_until(best, total, p) or len(best)
-        del best  # before keep_best takes one of its own
-    return keep_best(scores, count)
+        if count is not None:
+            return _from(scores, float(best[-count]), count)
+    work.sort()
+    count = _count_until(work, total, p) or len(work)
+    last = float(work[-count])
+    del work
+    return _from(scores, last, count)
 
 
 def typical(scores: torch.Tensor, mass: float) -> torch.Tensor:
@@ -102,13 +109,6 @@ def min_p(scores: torch.Tensor, share: float) -> torch.Tensor:
     if share <= 0:
         return torch.ones_like(scores, dtype=torch.bool)
     return scores >= scores.max() + math.log(share)
-
-
-def _best(scores: torch.Tensor, count: int) -> np.ndarray:
-    """A copy of the ``count`` largest scores, the least of them first, the others in any order."""
-    first = scores.numel() - count
-    found: np.ndarray = np.partition(scores.numpy(), first)[first:].copy()
-    return found
 
 
 def _count_until(ascending: np.ndarray, total: torch.Tensor, limit: float) -> int | None:

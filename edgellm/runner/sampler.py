@@ -79,6 +79,8 @@ class Sampler:
         self._vocab_size = vocab_size
         self._spec_rule = spec_rule
         self._states: dict[int, SamplerState] = {}
+        self._widened: torch.Tensor | None = None
+        """[vocab] f64: the row that is drawn from, overwritten by every step of that."""
 
     def start(self, start: SequenceStart) -> None:
         """Makes the state of a sequence. BadInputError when its settings do not fit the vocabulary."""
@@ -258,8 +260,10 @@ class Sampler:
         allowed: torch.Tensor | None,
         drafted: int | None,
     ) -> int | None:
-        # Widened into a tensor of its own, which the steps below overwrite.
-        adjusted = state.adjuster.apply(logits.to(device="cpu", dtype=torch.float64, copy=True))
+        if self._widened is None:
+            with torch.inference_mode(False):
+                self._widened = torch.empty(self._vocab_size, dtype=torch.float64)
+        adjusted = state.adjuster.apply(self._widened.copy_(logits))
         if allowed is not None:
             adjusted.masked_fill_(~allowed, float("-inf"))
         if not bool(torch.isfinite(adjusted.max())):

@@ -266,3 +266,13 @@ def test_a_thousand_aborts_with_evictions_leave_the_pool_full(policy: str) -> No
     schedule.run()
     assert not schedule.errors
     assert {n.kind for _, n in schedule.notices} >= {"preempted", "resumed", "kv_evicted"}
+
+
+def test_a_prompt_runs_in_steps_up_to_the_first_border() -> None:
+    """What a small window leaves at once is no reason to compute more rows at once than that."""
+    from edgellm.cache.eviction import longest_step
+
+    assert longest_step("window", 256, 16, 512) == make_plan("window", 256, 16, 0).first_border == 288
+    assert longest_step("window", 512, 16, 512) == 512
+    assert longest_step("budget", 256, 16, 512) == make_plan("budget", 256, 16, 0).first_border < 512
+    assert longest_step("stop", 256, 16, 512) == 512

@@ -317,16 +317,10 @@ def test_the_cache_of_a_plan_has_room_for_chunks_drafts_and_tails() -> None:
 @pytest.mark.parametrize(
     ("model", "kernels", "kv_dtype", "context", "batch", "measured"),
     [
-        ("SMOLLM2_135M", "native", "f32", 1_024, 1, 25.3),
-        ("SMOLLM2_135M", "native", "int8", 1_024, 1, 26.3),
-        ("SMOLLM2_135M", "native", "f32", 1_024, 4, 26.5),
-        ("SMOLLM2_135M", "torch", "f32", 1_024, 1, 47.9),
-        ("SMOLLM2_135M", "torch", "int8", 1_024, 1, 46.8),
-        ("GEMMA3_270M", "native", "f32", 1_024, 1, 49.2),
-        ("GEMMA3_270M", "native", "int8", 1_024, 1, 47.2),
-        ("GEMMA3_270M", "torch", "f32", 1_024, 1, 77.0),
-        ("GEMMA3_270M", "torch", "int8", 1_024, 1, 74.5),
-        ("LLAMA3_8B", "native", "f16", 160, 1, 64.1),
+        ("SMOLLM2_135M", "native", "f32", 1_024, 1, 20.3),
+        ("SMOLLM2_135M", "native", "int8", 1_024, 1, 20.5),
+        ("GEMMA3_270M", "native", "f32", 1_024, 1, 31.7),
+        ("GEMMA3_270M", "native", "f32", 1_024, 1, 34.4),  # all tokens as likely
     ],
 )
 def test_the_workspace_is_that_of_measured_runs(
