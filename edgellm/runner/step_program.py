@@ -83,7 +83,8 @@ class StepProgram:
         self, batch: ForwardBatch, kv: Sequence[KVStorage], skipped: SkippedSubLayers | None = None
     ) -> LastRows:
         """See Decoder.run."""
-        return self._run(batch, kv, skipped, with_logits=batch.logit_rows.shape[0] <= _MAX_READY_ROWS)
+        left_out = self._bits(skipped) if skipped is not None and len(skipped) else None
+        return self._run(batch, kv, left_out, with_logits=batch.logit_rows.shape[0] <= _MAX_READY_ROWS)
 
     def run_to_states(self, batch: ForwardBatch, kv: Sequence[KVStorage]) -> LastRows:
         """See Decoder.run_to_states."""
@@ -97,11 +98,10 @@ class StepProgram:
         self,
         batch: ForwardBatch,
         kv: Sequence[KVStorage],
-        skipped: SkippedSubLayers | None,
+        left_out: bytes | None,
         *,
         with_logits: bool,
     ) -> LastRows:
-        left_out = self._bits(skipped) if skipped is not None and len(skipped) else None
         decoder = self.decoder
         embedded = None
         if not self.native.embeds:
