@@ -172,6 +172,8 @@ def load_runtime(
         torch.set_num_threads(resolved.threads)
         set_threads(resolved.threads)
     device = _device(resolved.device)
+    if device == "cpu" and explain(device, preferred=resolved.kernels)["linear"].startswith("torch"):
+        return_large_blocks()  # before the files are read: what the heap has room for it goes on to use
     if device == "cuda":
         from edgellm.cli.kernel_cache import use_kernel_cache
 
@@ -267,8 +269,6 @@ def load_runtime(
     key = cache_key(model_id=str(path), rope=repr(spec.ropes), kv_dtypes=[kv.name] * len(groups))
     if isinstance(program, StepProgram):
         torch.set_num_threads(1)  # the native threads do the work: two pools would fight over the cores
-    elif device == "cpu":
-        return_large_blocks()
     runner = ModelRunner(
         program,
         storage,

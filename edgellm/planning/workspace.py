@@ -17,7 +17,7 @@ _SAMPLED_BYTES = 19
 """Per entry of the vocabulary, while one token is drawn: scores and their sorted copy in f64, three masks."""
 _NATIVE_FIXED = 1_000_000
 """Tiles of attention, tables, the batch's own tensors, noise of one piece."""
-_TORCH_FIXED = 1_800_000
+_TORCH_FIXED = 5_500_000
 """What torch keeps in small blocks, and the product library in buffers."""
 _TILE_ELEMENTS = 1 << 21
 """Scores of a tile, and elements of its keys and of its values (attention_torch.py)."""
