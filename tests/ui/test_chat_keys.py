@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
@@ -565,9 +566,11 @@ def test_the_counters_are_polled_and_never_read_per_token() -> None:
     async def scenario() -> None:
         backend = FakeBackend(Script(pieces=["x "] * 1500, tokens_per_s=1500, burst=5))
         app = EdgeChat(backend)
+        began = time.monotonic()
         async with app.run_test() as pilot:
             await send(pilot, app, "Hi")
-            assert backend.stats_reads <= 20
+            # However long a busy machine takes; three more where an answer begins and ends.
+            assert backend.stats_reads <= (time.monotonic() - began) / 0.25 + 3
 
     asyncio.run(scenario())
 
