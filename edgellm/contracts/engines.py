@@ -25,7 +25,7 @@ class DrafterStats:
 
 @dataclass(frozen=True)
 class GpuUse:
-    """What the driver says of the GPU that an engine runs on, whoever uses it. None is what it does not tell."""
+    """What the driver says of an engine's GPU, whoever uses it. None is what it does not tell."""
 
     memory_used_bytes: int
     memory_total_bytes: int

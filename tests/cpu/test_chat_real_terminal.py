@@ -1,4 +1,4 @@
-"""The whole of ``edgellm chat`` on a pseudo-terminal: screen, engine process, store, a model that computes."""
+"""The whole of ``edgellm chat`` on a pseudo-terminal: screen, engine process, store, real model."""
 
 from __future__ import annotations
 

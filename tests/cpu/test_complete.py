@@ -181,7 +181,8 @@ def test_sampling_options_reach_the_sampler(complete: Any, model: Path) -> None:
         == 1
     )
     assert (
-        full[0] not in ids("--repeat-penalty", "1000", "--logit-bias", f"{full[0]}=1", "--max-tokens", "4")[1:]
+        full[0]
+        not in ids("--repeat-penalty", "1000", "--logit-bias", f"{full[0]}=1", "--max-tokens", "4")[1:]
     )
 
 
