@@ -25,7 +25,7 @@ from tests.support.real_models import real_model
 
 MODEL = "smollm2-135m"
 QUESTION = "Write a long story about a lighthouse keeper, a storm and a ship."
-TOKENS = 200
+TOKENS = 400
 PAIRS = 5
 IDLE_S = 20.0
 ROOTS = [str(ROOT / part) for part in ("", "kernels", "models", "quantize", "tui")]
@@ -82,7 +82,8 @@ class Terminal:
 
 def start_server(home: str) -> tuple[subprocess.Popen[str], str]:
     server = subprocess.Popen(
-        [sys.executable, "-m", "edgellm", "serve", str(real_model(MODEL)), "--port", "0", "--json"],
+        [sys.executable, "-m", "edgellm", "serve", str(real_model(MODEL)), "--port", "0", "--json",
+         "--spec", "off"],  # else later answers are looked up in earlier ones and end within a few steps
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment(home),
     )  # fmt: skip
     assert server.stdout is not None
