@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import threading
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -290,12 +289,17 @@ def _in_own_loop(work: Coroutine[Any, Any, _T], give_up: Callable[[], None]) -> 
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="edgellm-llm", daemon=True)
     thread.start()
-    future = asyncio.run_coroutine_threadsafe(work, loop)
-    try:
-        return future.result()
-    except BaseException:
+
+    async def end() -> None:
+        # In the loop, so behind the work's first step: what it has not asked for yet cannot be given up.
         give_up()
-        concurrent.futures.wait([future])
+        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()}, return_exceptions=True)
+
+    try:
+        # Inside: the work may be under way when an interrupt finds this thread between two lines.
+        return asyncio.run_coroutine_threadsafe(work, loop).result()
+    except BaseException:
+        asyncio.run_coroutine_threadsafe(end(), loop).result()
         raise
     finally:
         loop.call_soon_threadsafe(loop.stop)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from edgellm import LLM, ChatMessage, ConstraintSpec, FinishReason, SamplingParams
 from edgellm.contracts import ConstraintKind
+from edgellm.llm import _in_own_loop
 from edgellm_models.errors import BadInputError, NotFoundError, UsageError
 from tests.support.bigram import make_bigram
 
@@ -115,3 +118,30 @@ def test_an_interrupt_leaves_the_model_usable(tmp_path: Path, monkeypatch: pytes
         assert count < 5_000 and not engine.has_work()
         [result] = llm.generate("x", SamplingParams(temperature=0.0, max_new_tokens=4))
         assert result.text == "abab"
+
+
+def test_an_interrupt_at_any_moment_ends_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the work has begun and nobody waits for it yet."""
+    schedule = asyncio.run_coroutine_threadsafe
+    begun, ended = threading.Event(), threading.Event()
+
+    async def work() -> None:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        given_up.append(lambda: loop.call_soon_threadsafe(stop.set))
+        begun.set()
+        await stop.wait()
+        ended.set()
+
+    def interrupted(*arguments: Any) -> Any:
+        found = schedule(*arguments)
+        if not begun.is_set():
+            assert begun.wait(30)
+            raise KeyboardInterrupt
+        return found
+
+    given_up: list[Any] = []
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        _in_own_loop(work(), lambda: given_up.pop()())
+    assert ended.is_set()
