@@ -201,7 +201,7 @@ def ranges(runtime: Runtime) -> list[Range]:
         *(Range(kernels, op, "linears") for op in ("linear", "gate_up", "lm_head")),
     ]
     # Looked up between the steps, or by layers or a smaller model inside of one.
-    for drafter, attribute in ((runtime.core._speculator, "propose"), (runner.drafter, "add")):
+    for drafter, attribute in ((runtime.core._drafting.speculator, "propose"), (runner.drafter, "add")):
         if drafter is not None:
             found.append(Range(drafter, attribute, "draft"))
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,6 @@ from edgellm.contracts import (
     FinishReason,
     GenerationRequest,
     Notice,
-    PlannedSequence,
     Runner,
     SequenceResult,
     SequenceStart,
@@ -29,6 +28,7 @@ from edgellm.contracts import (
 from edgellm.engine import wording
 from edgellm.engine.answer import Answer, AnswerStep, TextDecoder
 from edgellm.engine.checks import check_eviction, check_request
+from edgellm.engine.drafting import Drafting
 from edgellm.engine.kv_exchange import KVExchange
 from edgellm.engine.saved_kv import KVIdentity
 from edgellm.engine.sequence import Sample
@@ -37,7 +37,7 @@ from edgellm.scheduler.mixed_pace import MixedPace
 from edgellm.scheduler.scheduler import Scheduler
 from edgellm.scheduler.sequence import Outcome, Sequence
 from edgellm.scheduler.wording import evicted
-from edgellm.speculative.speculator import Room, Speculator
+from edgellm.speculative.speculator import Speculator
 from edgellm_models.errors import EngineError
 from edgellm_models.tokenizer.base import Tokenizer
 
@@ -103,7 +103,7 @@ class Engine:
         self._recorder = recorder or StatsRecorder()
         self._stats_interval_s = stats_interval_s
         self._clock = clock
-        self._speculator = speculator
+        self._drafting = Drafting(speculator, kv.lookahead)
         self._pace = MixedPace(prefill_chunk) if mixed_chunk is None else None
         self._scheduler = Scheduler(
             kv,
@@ -176,11 +176,11 @@ class Engine:
         start = self._clock()
         events = self._end_unwanted(start)
         events.extend(self._end_empty(start))
-        drafts = self._propose()
+        drafts = self._drafting.propose(self._samples)
         plan = self._scheduler.next_step()
         events.extend(self._told_by_scheduler(start))
         if plan is not None:
-            events.extend(self._run(self._with_drafts(plan, drafts), start))
+            events.extend(self._run(self._drafting.planned(plan, drafts, self._samples), start))
         elif self._samples and not events:
             raise EngineError(
                 f"nothing can run although {len(self._samples)} samples are open and no step is on its way"
@@ -231,38 +231,13 @@ class Engine:
             salt=request.cache_salt,
             conversation_id=request.conversation_id,
             eviction=self._eviction_plan(request),
-            draft_limit=self._runner_drafts(request),
-            needs_host=constraint is not None or self._speculator is not None,
+            draft_limit=self._drafting.by_runner(request),
+            needs_host=constraint is not None or self._drafting.speculator is not None,
             fork_parent=parent,
         )
-        if self._speculator is not None and request.speculate:
-            self._speculator.begin(
-                sequence.sequence_id,
-                request.prompt_token_ids,
-                prediction=request.prediction_token_ids,
-                salt=request.cache_salt,
-            )
+        self._drafting.begin(sequence.sequence_id, request)
         fills_context = asked is None or asked > room
         return Sample(request, index, answer, sequence, fills_context, answer.token_masks())
-
-    def _runner_follows(self, sample: Sample) -> bool:
-        """Whether a draft model runs along with the prompt."""
-        return (
-            self._speculator is not None
-            and self._speculator.runner_follows
-            and sample.request.speculate
-            and sample.sequence.eviction is None
-        )
-
-    def _runner_drafts(self, request: GenerationRequest) -> int:
-        """Tokens per step that a runner which drafts itself may draft."""
-        if self._speculator is not None or not request.speculate or request.constraint is not None:
-            return 0
-        return self._most_drafted(request)
-
-    def _most_drafted(self, request: GenerationRequest) -> int:
-        most = self._kv.lookahead
-        return most if request.max_draft is None else min(most, request.max_draft)
 
     def _eviction_plan(self, request: GenerationRequest) -> EvictionPlan | None:
         """What a request's policy makes of its KV; None keeps all. BadInputError where it cannot be done."""
@@ -317,55 +292,6 @@ class Engine:
             events.append(self._finish(sample, FinishReason.ERROR, now, text=text, error=failure.error))
         return events
 
-    def _propose(self) -> dict[int, tuple[int, ...]]:
-        """Drafts for the next step by sequence id; the scheduler gives them room where there is any."""
-        if self._speculator is None:
-            return {}
-        decoding = [sample for sample in self._samples.values() if sample.is_decoding]
-        rooms = []
-        for sample in decoding:
-            sequence = sample.sequence
-            sequence.draft_limit = 0
-            left = sequence.max_new_tokens - sequence.num_answered - 1
-            most = min(self._most_drafted(sample.request), left)
-            if most > 0:
-                # Masks of drafted rows are made before the step; a draft model must see all of a text.
-                free = not sample.token_masks and not (
-                    self._speculator.runner_follows and sequence.eviction is not None
-                )
-                rooms.append(Room(sample.sequence_id, most, sample.answer.draftable, free))
-        mixed = any(sample.is_prefilling for sample in self._samples.values())
-        drafts = self._speculator.propose(rooms, len(decoding), mixed=mixed)
-        for sequence_id, draft in drafts.items():
-            self._samples[sequence_id].sequence.draft_limit = len(draft)
-        for sequence_id, count in self._speculator.runner_counts.items():
-            self._samples[sequence_id].sequence.draft_limit = count
-        return drafts
-
-    def _with_drafts(self, plan: StepPlan, drafts: Mapping[int, tuple[int, ...]]) -> StepPlan:
-        """The plan with the drafts that found room and the masks of the constraints that its rows are drawn
-        under."""
-        changed: dict[int, PlannedSequence] = {}
-        for index, planned in enumerate(plan.sequences):
-            sample = self._samples[planned.sequence_id]
-            if planned.is_prefill and self._runner_follows(sample):
-                planned = changed[index] = replace(planned, draft_by_runner=True)
-            if not planned.needs_logits:
-                continue
-            draft, masks = drafts.get(planned.sequence_id, ())[: planned.draft_limit], sample.token_masks
-            if draft and masks:
-                masks = sample.answer.drafted_masks(draft)
-                draft = draft[: len(masks) - 1]
-            by_runner = planned.sequence_id not in drafts and planned.draft_limit > 0
-            if draft or masks or (by_runner and self._speculator is not None):
-                by_runner = by_runner or planned.draft_by_runner
-                changed[index] = replace(
-                    planned, draft_token_ids=draft, token_masks=masks, draft_by_runner=by_runner
-                )
-        if not changed:
-            return plan
-        return replace(plan, sequences=tuple(changed.get(i, s) for i, s in enumerate(plan.sequences)))
-
     def _run(self, plan: StepPlan, start: float) -> list[TokenEvent]:
         events = self._mark_started(plan, start)
         began = self._clock()
@@ -376,19 +302,7 @@ class Engine:
         # of the cache.
         result, pushed = self._end_within(result)
         outcomes = self._scheduler.commit(result)
-        if self._speculator is not None:
-            brought = {one.sequence_id: one.token_ids for one in result.results}
-            drafted = {one.sequence_id: (one.draft_proposed, one.draft_accepted) for one in result.results}
-            self._speculator.settle(
-                plan.sequences,
-                brought,
-                now - began,
-                drafted,
-                pass_seconds=result.draft_seconds,
-                passes=result.draft_passes,
-            )
-            for sequence_id, why in self._speculator.disarmed():
-                events.append(self._samples[sequence_id].event(notice=wording.spec_disarmed(why)))
+        events.extend(self._drafting.settle(plan, result, now - began, self._samples))
         for outcome in outcomes:
             sample = self._samples[outcome.sequence_id]
             event = self._commit(sample, outcome, now, pushed.get(outcome.sequence_id))
@@ -488,8 +402,7 @@ class Engine:
         if sample.sequence.eviction is not None:
             self._evicted_tokens[sample.sequence.eviction.policy] += dropped.tokens
         self._scheduler.finish(sample.sequence_id)
-        if self._speculator is not None:
-            self._speculator.end(sample.sequence_id)
+        self._drafting.end(sample.sequence_id)
         del self._samples[sample.sequence_id]
         siblings = self._open[sample.request.request_id]
         siblings.remove(sample)
@@ -523,6 +436,7 @@ class Engine:
             self.stats = self._snapshot(now)
 
     def _snapshot(self, now: float) -> EngineStats:
+        speculator = self._drafting.speculator
         return self._recorder.snapshot(
             now,
             self._scheduler.num_waiting,
@@ -530,9 +444,9 @@ class Engine:
             self._kv.counts(),
             prefix_hit_rate=self._cached_tokens / max(1, self._prompt_tokens),
             kv_waste=self._kv.waste(),
-            draft=None if self._speculator is None else self._speculator.counts,
-            draft_state="off" if self._speculator is None else self._speculator.state,
-            drafters=() if self._speculator is None else self._speculator.drafters(),
+            draft=None if speculator is None else speculator.counts,
+            draft_state="off" if speculator is None else speculator.state,
+            drafters=() if speculator is None else speculator.drafters(),
             evicted_tokens=self._evicted_tokens,
         )
 
