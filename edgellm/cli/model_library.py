@@ -106,10 +106,10 @@ class LocalLibrary:
 
 def _from_header(info: ModelInfo) -> ModelInfo:
     """What the catalog does not know of a model is in its file; one that cannot be read says nothing."""
-    from collections import Counter
     from math import prod
 
     from edgellm_models.checkpoint.headers import read_header
+    from edgellm_models.checkpoint.reader import commonest_type
     from edgellm_models.errors import EdgeLLMError
     from edgellm_models.network import read_spec
     from edgellm_models.tokenizer import load_chat_templates
@@ -121,16 +121,13 @@ def _from_header(info: ModelInfo) -> ModelInfo:
         templates = load_chat_templates(path, header.file_format, header.metadata)
     except EdgeLLMError:
         return info
-    by_type: Counter[str] = Counter()
-    for tensor in header.tensors.values():
-        if len(tensor.shape) == 2:
-            by_type[tensor.type_name] += prod(tensor.shape)
+    tensors = header.tensors.values()
     return replace(
         info,
         architecture=spec.architecture,
         file_format=header.file_format,
-        quantization=by_type.most_common(1)[0][0] if by_type else "",
-        parameters=sum(prod(tensor.shape) for tensor in header.tensors.values()),
+        quantization=commonest_type(tensors) or "",
+        parameters=sum(prod(tensor.shape) for tensor in tensors),
         context_length=spec.context_length,
         trained_context=spec.context_length,
         has_chat_template=templates is not None,

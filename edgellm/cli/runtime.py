@@ -9,7 +9,6 @@ import logging
 import math
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -138,7 +137,6 @@ def load_runtime(
         group_layouts,
     )
     from edgellm.cache.prefix_index import cache_key
-    from edgellm.cli.allocator import return_large_blocks
     from edgellm.cli.draft_model import load_draft
     from edgellm.cli.gpu_split import allocate_split, build_split, shared_room, split_for
     from edgellm.cli.kv_room import check_contexts, choose_context, host_blocks_for, sequences_at_once
@@ -172,8 +170,6 @@ def load_runtime(
         torch.set_num_threads(resolved.threads)
         set_threads(resolved.threads)
     device = _device(resolved.device)
-    if device == "cpu" and explain(device, preferred=resolved.kernels)["linear"].startswith("torch"):
-        return_large_blocks()  # before the files are read: what the heap has room for it goes on to use
     if device == "cuda":
         from edgellm.cli.kernel_cache import use_kernel_cache
 
@@ -415,20 +411,18 @@ def describe(checkpoint: Checkpoint, spec: ModelSpec, name: str, context: int) -
     """What lists and headers show of a loaded model. The bits are those of all matrices, the type the
     commonest.
     """
+    from edgellm_models.checkpoint.reader import commonest_type
+
     infos = list(checkpoint.tensors().values())
     matrices = [info for info in infos if len(info.shape) == 2]
     weights = sum(math.prod(info.shape) for info in matrices)
     bits = 8 * sum(info.nbytes for info in matrices) / max(1, weights)
-    by_type: Counter[str] = Counter()
-    for info in matrices:
-        by_type[info.type_name] += math.prod(info.shape)
-    commonest = by_type.most_common(1)[0][0] if by_type else "unknown"
     return ModelInfo(
         name=name,
         path=str(checkpoint.path),
         architecture=checkpoint.architecture,
         file_format=checkpoint.file_format,
-        quantization=f"{commonest} ({bits:.1f} bits)",
+        quantization=f"{commonest_type(infos) or 'unknown'} ({bits:.1f} bits)",
         parameters=sum(math.prod(info.shape) for info in infos),
         file_bytes=checkpoint.file_bytes,
         context_length=context,

@@ -133,7 +133,7 @@ def make_plan(shape: ModelShape, wish: Wish, machine: Machine, held_bytes: int |
     context = min(wish.context, shape.context_length)
     weights = shape.weight_bytes if held_bytes is None else held_bytes
     workspace = _workspace(shape, wish, context, wish.batch)
-    process = process_bytes(shape, shape.has_merges)
+    process = process_bytes(shape, shape.has_merges, kernels=wish.kernels)
     per_sequence = _kv(shape, context, wish.kv_dtype)
     step_kv = wish.batch * per_sequence
     step = shape.step_bytes + step_kv

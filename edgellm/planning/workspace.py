@@ -17,8 +17,11 @@ _SAMPLED_BYTES = 19
 """Per entry of the vocabulary, while one token is drawn: scores and their sorted copy in f64, three masks."""
 _NATIVE_FIXED = 1_000_000
 """Tiles of attention, tables, the batch's own tensors, noise of one piece."""
-_TORCH_FIXED = 5_500_000
-"""What torch keeps in small blocks, and the product library in buffers."""
+_TORCH_SHARE = 1.6
+"""Of the sub-layers' own tensors, what malloc's heap grows to while they come and go: 1.04 to 1.58 in
+measured runs. Large blocks given back at once would keep it lower, and cost a third of a prompt's speed."""
+TORCH_KEPT_BYTES = 40_000_000
+"""What that heap has kept since loading."""
 _TILE_ELEMENTS = 1 << 21
 """Scores of a tile, and elements of its keys and of its values (attention_torch.py)."""
 _TILE_QUERIES = 256
@@ -34,11 +37,10 @@ def workspace_bytes(
     drafted: int = 0,
     decodes_kv: bool = False,
 ) -> int:
-    """Most bytes alive at once in a step of ``chunk`` prompt tokens and one row for each of ``batch``
+    """Most bytes held at once in a step of ``chunk`` prompt tokens and one row for each of ``batch``
     sequences.
 
-    The native step program keeps its buffers, all of them at once; torch's come and go with every op, and the
-    sub-layer that needs most counts.
+    The native step program keeps its buffers, all of them at once; torch's come and go with every op.
     ``drafted``: tokens that a sequence may verify besides its next one.
     ``decodes_kv``: pages are not f32, so torch decodes tiles of them.
     """
@@ -68,10 +70,10 @@ def workspace_bytes(
     attention = 4 * rows * (stream + fused + 3 * query) + tile
     rotation = 4 * rows * (stream + fused + 6 * query) if decodes_kv else 0  # butterflies of the queries
     feed_forward = 4 * rows * (stream + 3 * shape.ffn_size)
-    kept = 8 * shape.vocab_size  # the row that is drawn from
-    return max(attention, rotation, feed_forward, head - kept) + kept + _TORCH_FIXED
+    return int(_TORCH_SHARE * (attention + rotation + feed_forward + head))
 
 
-def process_bytes(shape: ModelShape, has_merges: bool = True) -> int:
-    """What the program takes beside the model on the CPU: imports and the tokenizer."""
-    return PROCESS_BYTES + (MERGED_TOKEN_BYTES if has_merges else TOKEN_BYTES) * shape.vocab_size
+def process_bytes(shape: ModelShape, has_merges: bool = True, *, kernels: str = NATIVE) -> int:
+    """What the program takes beside the model on the CPU: imports, the tokenizer, what malloc keeps."""
+    tokenizer = (MERGED_TOKEN_BYTES if has_merges else TOKEN_BYTES) * shape.vocab_size
+    return PROCESS_BYTES + tokenizer + (TORCH_KEPT_BYTES if kernels == TORCH else 0)

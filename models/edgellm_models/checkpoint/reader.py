@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -28,6 +30,15 @@ class TensorInfo:
     type_name: str
     """F32, F16, BF16, F8_E4M3, Q4_K, INT4 (an integer grid: GPTQ, AWQ) ..."""
     nbytes: int
+
+
+def commonest_type(infos: Iterable[TensorInfo]) -> str | None:
+    """The type that most weights of the matrices have; None without a matrix."""
+    weights: Counter[str] = Counter()
+    for info in infos:
+        if len(info.shape) == 2:
+            weights[info.type_name] += math.prod(info.shape)
+    return max(weights, key=weights.__getitem__, default=None)
 
 
 class Checkpoint(Protocol):
