@@ -73,11 +73,10 @@ def grid_type(weight: IntWeight) -> GridType | None:
     return None
 
 
-def grid_rows(weight: IntWeight, kind: GridType) -> torch.Tensor:
-    """uint8 [N, row bytes], the columns in ``column_order``: per unit f16 scale, zero point, codes."""
+def grid_rows(weight: IntWeight, kind: GridType, order: torch.Tensor | None) -> torch.Tensor:
+    """uint8 [N, row bytes], columns in ``order`` (``column_order``): per unit scale, zero point and codes."""
     rows, columns = weight.shape
     units = columns // kind.unit
-    order = column_order(weight)
     group = torch.arange(units, device=weight.data.device) * kind.unit // weight.group_size
     out = torch.empty((rows, units, kind.unit_bytes), dtype=torch.uint8)
     step = max(1, _CHUNK_ELEMENTS // columns)

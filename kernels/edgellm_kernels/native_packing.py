@@ -44,7 +44,7 @@ class _Source:
         """[N, ...], the bytes that edgellm_pack reads."""
         if isinstance(self.part, IntWeight):
             if isinstance(self.form, GridType):
-                return grid_rows(self.part, self.form)
+                return grid_rows(self.part, self.form, self.order)
             # NOTE: what no format holds exactly (odd groups, scales beyond f16) keeps its bits as f32.
             return dequantize_groups(self.part, torch.float32)
         return self.part.data

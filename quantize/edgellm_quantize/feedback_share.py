@@ -68,8 +68,9 @@ def _share(weight: torch.Tensor, fitted_to: torch.Tensor | None, judged_on: torc
 
 
 def _parts(sequences: Sequence[Sequence[int]]) -> tuple[list[Sequence[int]], list[Sequence[int]]]:
-    """Three quarters and one quarter of some sequences, spread over all of them."""
+    """Three quarters and one quarter of some sequences, spread over all of them; one alone is both."""
     wanted = max(4, _TOKENS // max(1, max(map(len, sequences))))
     shown = list(sequences[:: max(1, len(sequences) // wanted)])[:wanted]
-    judged_on = shown[3::4] or shown[-1:]
-    return [s for i, s in enumerate(shown) if i % 4 != 3] or shown, judged_on
+    judged: Sequence[int] = range(3, len(shown), 4) or [len(shown) - 1]
+    fitted_to = [sequence for i, sequence in enumerate(shown) if i not in judged]
+    return fitted_to or shown, [shown[i] for i in judged]

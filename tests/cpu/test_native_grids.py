@@ -13,7 +13,7 @@ from edgellm_kernels import native_packing
 from edgellm_kernels.int_groups import dequantize_groups, int_weight
 from edgellm_kernels.linear_native import gate_up, linear
 from edgellm_kernels.linear_torch import gate_up as gate_up_torch
-from edgellm_kernels.native_grids import GRID_TYPES, GridType, grid_rows, grid_type
+from edgellm_kernels.native_grids import GRID_TYPES, GridType, column_order, grid_rows, grid_type
 from edgellm_kernels.operands import Prepared
 from edgellm_kernels.weights import Int4Weight, Int8Weight, NativeWeight, StackedWeight, prepare
 from tests.support.native import Native, backends, native
@@ -61,7 +61,7 @@ def pools(request: pytest.FixtureRequest) -> Iterator[list[Native]]:
 
 def pack(run: Native, kind: GridType, weight: Int4Weight | Int8Weight) -> torch.Tensor:
     n, k = weight.shape
-    rows = grid_rows(weight, kind)
+    rows = grid_rows(weight, kind, column_order(weight))
     out = torch.empty(-(-n // 8) * 8 * kind.row_bytes(k), dtype=torch.uint8)
     arguments = (kind.type_id, rows.data_ptr(), n, k, out.data_ptr(), out.numel())
     run.library.call("edgellm_pack", run.pool, *arguments)

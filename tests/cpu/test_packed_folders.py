@@ -309,6 +309,6 @@ def test_packed_models_run(tmp_path: Path, arch: str, kernels: str, hold: str) -
     prompt = [5, 9, 2, 7]
     theirs = run_whole(build_decoder(open_checkpoint(dense), kernels="torch"), prompt)
     # 16-bit activations are off by more than sums in another order.
-    for activations, bound in (("exact", 1e-5), ("auto", 1e-3 if kernels == "native" else 1e-5)):
+    for activations, bound in (("exact", 1e-5), ("auto", 2e-4 if kernels == "native" else 1e-5)):
         decoder = build_decoder(open_checkpoint(folder), hold=hold, kernels=kernels, activations=activations)
         assert relative_error(run_whole(decoder, prompt), theirs) < bound, activations

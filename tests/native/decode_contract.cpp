@@ -17,6 +17,7 @@
 #include "api_step.h"
 #include "attention.h"
 #include "kv_lanes.h"
+#include "random_values.h"
 #include "rows.h"
 #include "step.h"
 
@@ -24,12 +25,6 @@ using namespace edgellm;
 
 namespace {
 
-uint32_t state = 54321;
-uint32_t next_random() {
-  state = state * 1664525u + 1013904223u;
-  return state >> 8;
-}
-float next_float() { return static_cast<float>(next_random() % 2001) / 1000.0f - 1.0f; }
 std::vector<float> random_floats(int64_t count) {
   std::vector<float> made(static_cast<size_t>(count));
   for (float& value : made) value = next_float();

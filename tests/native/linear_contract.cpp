@@ -10,16 +10,10 @@
 #include "api_core.h"
 #include "api_linear.h"
 #include "packed.h"
+#include "random_values.h"
 #include "simd.h"
 
 namespace {
-
-uint32_t state = 12345;
-uint32_t next_random() {
-  state = state * 1664525u + 1013904223u;
-  return state >> 8;
-}
-float next_float() { return static_cast<float>(next_random() % 2001) / 1000.0f - 1.0f; }
 
 // Random bytes, with scales that are small halves. Where they lie differs by format: every half that is one.
 std::vector<uint8_t> random_rows(edgellm::Format format, int64_t n, int64_t k) {

@@ -73,8 +73,7 @@ class Conversation:
         """Replaces what the chat changes; BadInputError for a value that SamplingParams refuses."""
         replace(self.sampling, **params)
         self.params = dict(params)
-        if self.chat_id is not None:
-            self.store.update_chat(self.chat_id, params={**self.extra, **self.params})
+        self._keep_params()
 
     @property
     def thinks(self) -> bool | None:
@@ -84,6 +83,9 @@ class Conversation:
 
     def set_thinks(self, wanted: bool) -> None:
         self.extra[THINKS] = wanted
+        self._keep_params()
+
+    def _keep_params(self) -> None:
         if self.chat_id is not None:
             self.store.update_chat(self.chat_id, params={**self.extra, **self.params})
 

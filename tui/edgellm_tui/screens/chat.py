@@ -373,7 +373,8 @@ class ChatScreen(ConversationActions, TextActions, ModelActions):
         settling = self._settling > 0
         if self._stream is not None or (self._panel.display and (settling or self._polls % IDLE_POLLS == 0)):
             self._poll_now()
-        self._settling -= settling and self._stream is None
+        if settling and self._stream is None:
+            self._settling -= 1
 
     def _poll_now(self) -> None:
         self.post_message(StatsUpdated(self._backend.stats()))
