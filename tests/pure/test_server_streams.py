@@ -59,6 +59,57 @@ def test_comments_go_out_while_nothing_else_does(monkeypatch: pytest.MonkeyPatch
     asyncio.run(test())
 
 
+def test_events_that_follow_fast_share_writes_and_none_waits_longer_than_an_interval(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test(interval: float, pauses: list[float]) -> tuple[list[bytes], list[float]]:
+        monkeypatch.setattr(sse, "WRITE_INTERVAL_S", interval)
+        client, written, sent = Client(), [], {}
+        loop = asyncio.get_running_loop()
+        send = client.send
+
+        async def timed(message: Any) -> None:
+            await send(message)
+            for number in (int(line[6:]) for line in message.get("body", b"").split(b"\n\n") if line):
+                written.append(loop.time() - sent[number])
+
+        monkeypatch.setattr(client, "send", timed)
+
+        async def events() -> AsyncIterator[bytes]:
+            for number, pause in enumerate(pauses):
+                sent[number] = loop.time()
+                yield b"data: %d\n\n" % number
+                await asyncio.sleep(pause)
+
+        await client.read(events())
+        return client.bodies, written
+
+    slow = asyncio.run(test(1e-6, [0.002] * 5))[0]
+    assert slow == [b"data: %d\n\n" % number for number in range(5)] + [b""]
+    hurried, _ = asyncio.run(test(3600.0, [0.0] * 50))
+    assert hurried[0] == b"data: 0\n\n" and len(hurried) == 3  # the first at once, the rest with the end
+    assert b"".join(hurried) == b"".join(b"data: %d\n\n" % number for number in range(50))
+    stalled, waits = asyncio.run(test(0.5, [0.0, 0.0, 5.0]))  # the last two wait for the interval, no longer
+    assert stalled == [b"data: 0\n\n", b"data: 1\n\ndata: 2\n\n", b""] and max(waits) < 3
+
+
+def test_what_is_held_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "WRITE_INTERVAL_S", 3600.0)
+    monkeypatch.setattr(sse, "MAX_HELD_BYTES", 100)
+
+    async def test() -> None:
+        client = Client()
+
+        async def events() -> AsyncIterator[bytes]:
+            for _ in range(40):
+                yield b"x" * 30
+
+        await client.read(events())
+        assert sum(map(len, client.bodies)) == 40 * 30 and max(map(len, client.bodies)) <= 130
+
+    asyncio.run(test())
+
+
 def test_a_client_that_leaves_ends_the_events() -> None:
     async def test() -> None:
         client = Client()
