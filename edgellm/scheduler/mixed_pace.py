@@ -11,6 +11,14 @@ FIRST_ROWS = 32
 """Before anything was measured."""
 FEWEST_ROWS = 16
 """Below, a step's fixed costs would be all that a long prompt gets."""
+MOST_SHARES = 4
+"""A step with prompt rows takes at most about 1 + 4 * (SLOWDOWN - 1) times one without, however many wait."""
+
+
+def shared_rows(rows: int, prompts: int, answers: int) -> int:
+    """Prompt rows of a step where ``prompts`` wait beside ``answers``: who waits for a first token counts as
+    much as who waits for the next one, so prompts beyond the first add to the ``rows`` that one would get."""
+    return int(rows * min(MOST_SHARES, 1 + max(0, prompts - 1) / answers))
 
 
 class MixedPace:

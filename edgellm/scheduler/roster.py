@@ -44,6 +44,11 @@ class Roster:
         """Whether one more sequence may run."""
         return len(self.running) < self.max_running
 
+    def num_prompts(self) -> int:
+        """Sequences that are read, or could be: as many of those that wait as there are places."""
+        reading = sum(sequence.remaining > 1 for sequence in self.running.values())
+        return reading + min(len(self.waiting), self.max_running - len(self.running))
+
     def num_free(self) -> int:
         """Blocks that can be had, over all groups."""
         return sum(pool.num_free for pool in self.kv.pools)

@@ -18,6 +18,7 @@ from edgellm.contracts import (
 )
 from edgellm.scheduler import wording
 from edgellm.scheduler.lone_decode import lone_decode
+from edgellm.scheduler.mixed_pace import shared_rows
 from edgellm.scheduler.policy import AGE_BOUND_S, prefill_order, rank
 from edgellm.scheduler.roster import Roster
 from edgellm.scheduler.sequence import Failure, Outcome, Sequence
@@ -54,7 +55,8 @@ class Scheduler:
 
     A step of at most ``token_budget`` rows: every running decode gets its token, by rank; prefills share
     what is left, running and waiting ones in the order of ``policy.prefill_order``, ``prefill_chunk`` tokens
-    each at most, and ``mixed_chunk`` tokens all together beside decodes, whose next tokens wait for them;
+    each at most, and ``mixed_chunk`` tokens all together beside decodes, whose next tokens wait for them
+    (more where more prompts wait than answers run, see ``mixed_pace.shared_rows``);
     drafts get the rest, because a drafted row beside a prefill costs as much as a row of the prompt that
     somebody waits for.
 
@@ -100,7 +102,7 @@ class Scheduler:
         self._token_budget = token_budget
         self._prefill_chunk = prefill_chunk
         self.mixed_chunk = token_budget if mixed_chunk is None else mixed_chunk
-        """Prompt tokens of a step beside decodes; may be set anew between two steps."""
+        """Prompt tokens of a step beside as many decodes; may be set anew between two steps."""
         self._clock = clock
         self._depth = depth
         self._age_bound_s = age_bound_s
@@ -219,7 +221,8 @@ class Scheduler:
         self._plan_decodes(step)
         decodes, kept_back = len(step.chosen), 0
         if decodes:
-            kept_back = max(0, step.budget - self.mixed_chunk)
+            rows = shared_rows(self.mixed_chunk, self._roster.num_prompts(), decodes)
+            kept_back = max(0, step.budget - rows)
         step.budget -= kept_back
         self._plan_prefills(step, now)
         if len(step.chosen) == decodes:

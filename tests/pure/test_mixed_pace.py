@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from edgellm.scheduler.mixed_pace import FEWEST_ROWS, FIRST_ROWS, MixedPace
+from edgellm.scheduler.mixed_pace import FEWEST_ROWS, FIRST_ROWS, MOST_SHARES, MixedPace, shared_rows
 
 ALONE_S = 0.02
 
@@ -76,3 +76,12 @@ def test_a_clock_that_stands_still_is_no_fault() -> None:
     for prompt_rows in (0, 8, 0, 8):
         pace.observe(4, prompt_rows, 0.0)
     assert pace.rows == FEWEST_ROWS
+
+
+def test_prompts_that_outnumber_answers_get_more_rows() -> None:
+    """One prompt gets the same beside however many answers; many prompts never more than the stated bound."""
+    for answers in range(1, 20):
+        assert shared_rows(30, 0, answers) == shared_rows(30, 1, answers) == 30
+        rows = [shared_rows(30, prompts, answers) for prompts in range(1, 200)]
+        assert rows == sorted(rows) and rows[-1] == 30 * MOST_SHARES
+    assert shared_rows(32, 4, 4) == 56 and shared_rows(32, 3, 1) == 96 and shared_rows(32, 2, 8) == 36
