@@ -102,6 +102,8 @@ class Engine:
         self._kv_window, self._kv_budget = kv_window, kv_budget
         self._recorder = recorder or StatsRecorder()
         self._stats_interval_s = stats_interval_s
+        self.on_execute: Callable[[], object] = lambda: None
+        """Called in every step when all is planned and the runner's work begins."""
         self._clock = clock
         self._drafting = Drafting(speculator, kv.lookahead)
         self._pace = MixedPace(prefill_chunk) if mixed_chunk is None else None
@@ -294,6 +296,7 @@ class Engine:
 
     def _run(self, plan: StepPlan, start: float) -> list[TokenEvent]:
         events = self._mark_started(plan, start)
+        self.on_execute()
         began = self._clock()
         result = self._runner.execute(plan)
         now = self._clock()

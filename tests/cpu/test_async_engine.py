@@ -203,6 +203,31 @@ def test_a_step_wakes_a_loop_once_however_many_answers_it_brought(monkeypatch: p
     run(test)
 
 
+def test_readers_are_woken_when_the_next_step_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So they do not want the interpreter lock while it is; where no step follows, at once."""
+    told: list[str] = []
+
+    async def test() -> None:
+        engine, runner = real_engine()
+        execute = runner.execute
+
+        def executed(plan: Any) -> Any:
+            told.append("execute")
+            return execute(plan)
+
+        monkeypatch.setattr(runner, "execute", executed)
+        monkeypatch.setattr(
+            "edgellm.engine.async_engine.wake",
+            lambda queues: (told.append("wake"), wake(queues)) if queues else None,
+        )
+        service = AsyncEngine(engine)
+        assert text_of(await collect(service.submit(request("a", 3)))) == "hel"
+        await service.aclose()
+
+    run(test)
+    assert told == ["execute", "wake", "execute", "wake", "execute", "wake"]
+
+
 def test_events_come_while_the_answer_is_made() -> None:
     """A16: one event per step, within the step's time, not a burst at the end."""
 
