@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import threading
 
 import pytest
 import torch
@@ -39,6 +41,23 @@ def attend(stories: PagedStories, rows=None, *, padding=0, native=True, **option
     module = attention_native if native else attention_torch
     options.setdefault("scale", 1 / math.sqrt(q.shape[2]))
     return module.paged_attention(q, stories.kv, 1, tables, batch, **options).values
+
+
+class MallocCounts(ctypes.Structure):
+    """What mallinfo2 says, in bytes."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
+
+
+def bytes_in_use() -> int:
+    """Of all of malloc's blocks."""
+    counts = ctypes.CDLL(None).mallinfo2
+    counts.restype = MallocCounts
+    found = counts()
+    return int(found.uordblks + found.hblkhd)
 
 
 @pytest.mark.parametrize("kv_type", [("f32", "f32"), ("f16", "f16"), ("bf16", "bf16"), ("int8", "int8")])
@@ -110,6 +129,30 @@ def test_a_row_has_the_same_bits_in_any_company(kv_type: str, options: dict[str,
                 others = [(i, range(s.length - s.queries, s.length)) for i, s in enumerate(stories.stories)]
                 rows = [*others[1:size], (0, range(650, 651))]
                 assert torch.equal(attend(stories, rows, **options)[-1:], alone[650:651])
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="reads the counts of glibc 2.33")
+@pytest.mark.parametrize("rows", [1, 8, 20])
+def test_few_queries_at_a_long_context_take_bounded_memory(rows: int) -> None:
+    """The tiles of one row are dealt out among the threads, the queries of several: a part per tile and query
+    took 4.5 MB here, and grew with the context. The bits are those of one thread."""
+    length = 12_000
+    stories = PagedStories([Story(length, rows)], HeadShape(4, 1, 128, 128))
+    with threads(1):
+        expected = attend(stories)
+    grown: list[int] = []
+
+    def measure() -> None:  # its own thread: buffers are kept by thread
+        before = bytes_in_use()
+        assert torch.equal(attend(stories), expected)
+        grown.append(bytes_in_use() - before)
+
+    with threads(2):
+        thread = threading.Thread(target=measure)
+        thread.start()
+        thread.join()
+    parts = 4 * 4 * 130 * -(-length // 128) if rows == 1 else 1 << 19
+    assert grown[0] < parts + 600_000, grown
 
 
 @pytest.mark.parametrize("kv_type", ["f32", "f16", "bf16", "int8"])

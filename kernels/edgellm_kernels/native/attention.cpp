@@ -16,6 +16,8 @@ using namespace simd;
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 // Rows (queries times heads of a group) that share one decoded tile of keys.
 constexpr int64_t kMaxRows = 64;
+// Floats of parts that tasks of several queries may have together, 512 KiB; planning/workspace.py counts them.
+constexpr int64_t kMostParts = 1 << 17;
 
 // Up to so many rows read K and V where they lie; more share what is decoded once. f32 needs no decoding.
 constexpr int64_t kRowsInPlace = 24;
@@ -342,10 +344,9 @@ class Attender {
   Seen columns_{0, 0};
 };
 
-std::vector<Work> plan(const AttentionCall& call) {
+// Tasks of at most `queries` queries and one key head each.
+std::vector<Work> plan(const AttentionCall& call, int64_t queries) {
   std::vector<Work> works;
-  const int64_t group = call.heads / call.pages.kv_heads;
-  const int64_t queries = std::max<int64_t>(1, kMaxRows / group);
   for (int64_t s = 0; s < call.rows.sequences; ++s) {
     const int64_t end = call.rows.query_starts[s + 1];
     for (int64_t row = call.rows.query_starts[s]; row < end; row += queries) {
@@ -373,17 +374,26 @@ void paged_attention(Pool& pool, const AttentionCall& call) {
   const int64_t behind = call.rows.query_starts[call.rows.sequences], width = call.heads * call.pages.v_dim;
   std::fill(call.out, call.out + call.rows.query_starts[0] * width, 0.0f);
   std::fill(call.out + behind * width, call.out + call.rows.tokens * width, 0.0f);
-  std::vector<Work> works = plan(call);
+  int64_t queries = std::max<int64_t>(1, kMaxRows / (call.heads / call.pages.kv_heads));
+  std::vector<Work> works = plan(call, queries);
   const int64_t wanted = 4 * pool.threads();
   std::vector<Split> splits;
   static thread_local std::vector<float> parts;
-  if (pool.threads() > 1 && static_cast<int64_t>(works.size()) < wanted) {
-    // Too few tasks to keep the threads busy: the tiles of one are dealt out too.
-    int64_t size = 0, tiles = 0;
-    for (const Work& work : works) {
-      size += Attender(call, work).part_size() * (work.last_tile - work.first_tile);
-      tiles += work.last_tile - work.first_tile;
+  int64_t size = 0, tiles = 0;
+  bool single = true;
+  for (const Work& work : works) {
+    size += Attender(call, work).part_size() * (work.last_tile - work.first_tile);
+    tiles += work.last_tile - work.first_tile;
+    single = single && work.queries == 1;
+  }
+  const bool is_idle = pool.threads() > 1 && static_cast<int64_t>(works.size()) < wanted;
+  if (is_idle && !single && size > kMostParts) {
+    // A part per tile and query would take more memory than may be: queries are dealt out instead.
+    for (; queries > 1 && static_cast<int64_t>(works.size()) < wanted; works = plan(call, queries)) {
+      queries = (queries + 1) / 2;
     }
+  } else if (is_idle) {
+    // Too few tasks to keep the threads busy: the tiles of one are dealt out too.
     if (static_cast<int64_t>(parts.size()) < size) parts.resize(static_cast<size_t>(size));
     const int64_t step = std::max<int64_t>(1, tiles / wanted);
     std::vector<Work> pieces;
