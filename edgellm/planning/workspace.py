@@ -15,13 +15,16 @@ TOKEN_BYTES, MERGED_TOKEN_BYTES = 430, 850
 
 _SAMPLED_BYTES = 19
 """Per entry of the vocabulary, while one token is drawn: scores and their sorted copy in f64, three masks."""
-_NATIVE_FIXED = 1_000_000
+_NATIVE_FIXED = 500_000
 """Tiles of attention, tables, the batch's own tensors, noise of one piece."""
-_TORCH_SHARE = 1.6
-"""Of the sub-layers' own tensors, what malloc's heap grows to while they come and go: 1.04 to 1.58 in
-measured runs. Large blocks given back at once would keep it lower, and cost a third of a prompt's speed."""
-TORCH_KEPT_BYTES = 40_000_000
-"""What that heap has kept since loading."""
+_TILE_KEYS, _PART_BYTES = 128, 1 << 19
+"""Keys of a tile, and the results of tiles that are merged later (attention.cpp): those of single queries
+take what they take, several together so much."""
+_TORCH_STREAMS = 4.5
+"""Tensors as large as the hidden states that torch holds besides those counted, measured."""
+TORCH_KEPT_BYTES = 60_000_000
+"""What malloc's heap keeps of freed tensors. Large blocks given back at once would keep it lower, and cost a
+third of a prompt's speed."""
 _TILE_ELEMENTS = 1 << 21
 """Scores of a tile, and elements of its keys and of its values (attention_torch.py)."""
 _TILE_QUERIES = 256
@@ -54,7 +57,9 @@ def workspace_bytes(
         floats = 3 * shape.hidden_size + fused + 2 * query + 3 * shape.ffn_size + angles
         widest = max(shape.hidden_size, query, shape.ffn_size)
         # Besides the widest input as 16-bit integers with their scales: 80 bytes for 32.
-        return rows * (4 * floats + widest * 80 // 32) + head + _NATIVE_FIXED
+        tiles = -(-(context or shape.context_length) // _TILE_KEYS)
+        parts = max(_PART_BYTES, 4 * batch * shape.num_heads * (shape.head_dim + 2) * tiles)
+        return rows * (4 * floats + widest * 80 // 32) + head + parts + _NATIVE_FIXED
     kv = shape.num_kv_heads * shape.head_dim
     queries = min(rows, _TILE_QUERIES)
     keys = min(
@@ -62,15 +67,14 @@ def workspace_bytes(
         max(256, _TILE_ELEMENTS // (shape.num_heads * _TILE_QUERIES)),
         max(256, _TILE_ELEMENTS // kv),
     )
-    # Scores and their mask, the running softmax, keys and values decoded from pages that are not f32.
+    # Scores and their mask, the running softmax, keys and values read from pages, decoded where not f32.
     tile = (4 * shape.num_heads + 1) * queries * keys + 3 * 4 * query * queries
-    tile += 2 * (4 + 1) * kv * keys if decodes_kv else 0
+    tile += 2 * (4 + decodes_kv) * kv * keys
     # Alive beside a sub-layer's own: its input, the residual, the output of the one before.
-    stream = 3 * shape.hidden_size
+    stream = (3 + _TORCH_STREAMS) * shape.hidden_size
     attention = 4 * rows * (stream + fused + 3 * query) + tile
-    rotation = 4 * rows * (stream + fused + 6 * query) if decodes_kv else 0  # butterflies of the queries
     feed_forward = 4 * rows * (stream + 3 * shape.ffn_size)
-    return int(_TORCH_SHARE * (attention + rotation + feed_forward + head))
+    return int(max(attention, feed_forward, 4 * rows * stream + head))
 
 
 def process_bytes(shape: ModelShape, has_merges: bool = True, *, kernels: str = NATIVE) -> int:

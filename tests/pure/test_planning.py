@@ -315,28 +315,36 @@ def test_the_cache_of_a_plan_has_room_for_chunks_drafts_and_tails() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "kernels", "kv_dtype", "context", "measured", "most"),
+    ("model", "kernels", "kv_dtype", "context", "measured"),
     [
-        ("SMOLLM2_135M", "native", "f32", 1_024, 20.3, 1.1),
-        ("SMOLLM2_135M", "native", "int8", 1_024, 20.5, 1.1),
-        ("GEMMA3_270M", "native", "f32", 1_024, 31.7, 1.1),
-        ("GEMMA3_270M", "native", "f32", 1_024, 34.4, 1.1),  # all tokens as likely
-        ("GEMMA3_270M", "native", "int8", 1_024, 31.7, 1.1),
-        # What malloc's heap grows to differs from run to run.
-        ("SMOLLM2_135M", "torch", "f32", 1_024, 46.1, 1.2),
-        ("SMOLLM2_135M", "torch", "int8", 1_024, 73.4, 1.1),
-        ("GEMMA3_270M", "torch", "f32", 1_024, 68.7, 1.1),
-        ("GEMMA3_270M", "torch", "int8", 1_024, 68.2, 1.6),
+        ("SMOLLM2_135M", "native", "f32", 1_024, 20.3),
+        ("SMOLLM2_135M", "native", "int8", 1_024, 20.3),
+        ("GEMMA3_270M", "native", "f32", 1_024, 32.7),
+        ("GEMMA3_270M", "native", "int8", 1_024, 33.3),
+        ("SMOLLM2_135M", "torch", "f32", 1_024, 24.6),
+        ("SMOLLM2_135M", "torch", "int8", 1_024, 26.2),
+        ("GEMMA3_270M", "torch", "f32", 1_024, 28.1),
     ],
 )
 def test_the_workspace_is_that_of_measured_runs(
-    model: str, kernels: str, kv_dtype: str, context: int, measured: float, most: float
+    model: str, kernels: str, kv_dtype: str, context: int, measured: float
 ) -> None:
-    """Megabytes by which resident memory grew at its peak (acceptance/plan_memory.py, two cores of an x86-64
-    machine): never more than planned, and with the native kernels a tenth less at most."""
+    """Megabytes held at once (acceptance/plan_memory.py, two cores of an x86-64 machine): never more than
+    planned, and a tenth less at most."""
     wish = Wish(context=context, kv_dtype=kv_dtype, kernels=kernels)
     planned = make_plan(shape(getattr(published, model)), wish, Machine()).workspace_bytes / 1e6
-    assert measured <= planned <= most * measured
+    assert measured <= planned <= 1.1 * measured
+
+
+@pytest.mark.parametrize(("batch", "context"), [(1, 131_072), (16, 32_768)])
+def test_the_results_of_tiles_grow_with_long_contexts(batch: int, context: int) -> None:
+    """A tile of 128 keys leaves a result per head and sequence, 130 numbers here (attention.cpp)."""
+    of = shape(published.LLAMA3_8B)
+    short, long = (
+        make_plan(of, Wish(context=length, batch=batch), Machine()).workspace_bytes
+        for length in (1_024, context)
+    )
+    assert long - short == 4 * batch * 32 * 130 * context // 128 - max(1 << 19, 4 * batch * 32 * 130 * 8)
 
 
 def test_what_kernels_hold_and_what_the_program_takes() -> None:
