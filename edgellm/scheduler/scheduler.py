@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from edgellm.cache.block_pool import blocks_for
 from edgellm.cache.kv_manager import KVManager
@@ -20,6 +20,7 @@ from edgellm.scheduler import wording
 from edgellm.scheduler.lone_decode import lone_decode
 from edgellm.scheduler.mixed_pace import shared_rows
 from edgellm.scheduler.policy import AGE_BOUND_S, prefill_order, rank
+from edgellm.scheduler.results import check_tokens, drop_scored, scores_by_block
 from edgellm.scheduler.roster import Roster
 from edgellm.scheduler.sequence import Failure, Outcome, Sequence
 from edgellm_models.errors import BadInputError, EngineError
@@ -485,37 +486,13 @@ class Scheduler:
             computed = sequence.computed
             self.finish(sequence.sequence_id)
             return Outcome(sequence.sequence_id, planned, brought, computed, is_prompt)
-        if planned.needs_logits and not brought.token_ids:
-            raise EngineError(f"sequence {sequence.sequence_id} needed a token and its step brought none")
-        if len(brought.token_ids) > (planned.draft_limit + 1 if planned.needs_logits else 0):
-            raise EngineError(
-                f"sequence {sequence.sequence_id} was given {len(brought.token_ids)} tokens for a draft of "
-                f"{planned.draft_limit}"
-            )
+        check_tokens(planned, brought)
         if planned.score_blocks or brought.block_scores:
-            sequence.block_scores.extend(_scores_by_block(planned, brought))
+            sequence.block_scores.extend(scores_by_block(planned, brought))
         sequence.token_ids.extend(brought.token_ids)
         # Of the tokens that one step brought the last has no KV; the others were drafted, so theirs is there.
         computed = planned.start_position + len(planned.token_ids) + max(0, len(brought.token_ids) - 1)
         self._kv.commit(sequence.sequence_id, sequence.token_ids[sequence.computed : computed])
         sequence.computed = computed
-        brought = self._drop_scored(sequence, planned, brought)
+        brought = drop_scored(sequence, planned, brought)
         return Outcome(sequence.sequence_id, planned, brought, computed, is_prompt)
-
-    @staticmethod
-    def _drop_scored(sequence: Sequence, planned: PlannedSequence, brought: SequenceResult) -> SequenceResult:
-        """Prompt logprobs that an earlier run has delivered already are not delivered again."""
-        if not brought.prompt_logprobs:
-            return brought
-        first = planned.start_position + 1
-        fresh = brought.prompt_logprobs[max(0, sequence.scored - first) :]
-        sequence.scored = max(sequence.scored, first + len(brought.prompt_logprobs))
-        return replace(brought, prompt_logprobs=fresh)
-
-
-def _scores_by_block(planned: PlannedSequence, brought: SequenceResult) -> list[tuple[float, ...]]:
-    """A step's block scores as ``Sequence.block_scores`` has them."""
-    wanted = [len(blocks) for blocks in planned.score_blocks]
-    if wanted != [len(scores) for scores in brought.block_scores]:
-        raise EngineError(f"sequence {planned.sequence_id} needed other block scores than it got")
-    return [tuple(s[i] if s else 0.0 for s in brought.block_scores) for i in range(max(wanted, default=0))]
