@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from edgellm.bench.json_child import ChildDiedError, JsonChild
 from edgellm_models.errors import EngineError, UsageError
 
-_ANSWER = "ANSWER "
 _CHILD = Path(__file__).with_name("llama_cpp_process.py")
 
 
@@ -40,41 +37,19 @@ class LlamaCppPeer:
             )
         if path.is_dir() or path.suffix != ".gguf":
             raise UsageError(f"--against llama.cpp needs a GGUF file, which {path} is not")
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", str(_CHILD), str(path), str(context), str(threads)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-        )
+        self._child = JsonChild([sys.executable, "-I", str(_CHILD), str(path), str(context), str(threads)])
         try:
-            self.description: dict[str, Any] = self._read()
+            self.description: dict[str, Any] = self._answer(self._child.read)
         except BaseException:
             self.close()
             raise
 
     def run(self, token_ids: Sequence[int], new_tokens: int) -> PeerRun:
         """Greedy, without its prompt cache."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps([list(token_ids), new_tokens]) + "\n")
-            self._process.stdin.flush()
-        except OSError:
-            raise self._dead() from None
-        return PeerRun(**self._read())
+        return PeerRun(**self._answer(lambda: self._child.ask([list(token_ids), new_tokens])))
 
     def close(self) -> None:
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        try:
-            self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
-        self._log.close()
+        self._child.close()
 
     def __enter__(self) -> LlamaCppPeer:
         return self
@@ -84,15 +59,9 @@ class LlamaCppPeer:
     ) -> None:
         self.close()
 
-    def _read(self) -> Any:
-        assert self._process.stdout is not None
-        while line := self._process.stdout.readline():
-            if line.startswith(_ANSWER):
-                return json.loads(line[len(_ANSWER) :])
-        raise self._dead()
-
-    def _dead(self) -> EngineError:
-        status = self._process.wait()
-        self._log.seek(0)
-        words = self._log.read(1 << 20).decode(errors="replace").strip().splitlines()[-1:]
-        return EngineError(f"llama.cpp ended with status {status} before it answered: {' '.join(words)}")
+    def _answer(self, read: Callable[[], Any]) -> Any:
+        try:
+            return read()
+        except ChildDiedError as error:
+            last = " ".join(error.words.splitlines()[-1:])
+            raise EngineError(f"llama.cpp {error}: {last}") from None

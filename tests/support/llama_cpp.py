@@ -5,16 +5,16 @@ A file that makes llama.cpp abort ends only that process, and the test reads its
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-_START_S = 60.0
+from edgellm.bench.json_child import ChildDiedError, JsonChild
+
+_CHILD = Path(__file__).with_name("llama_cpp_process.py")
 
 
 class LlamaCppError(Exception):
@@ -32,18 +32,13 @@ class LlamaCpp:
     """A GGUF file loaded by llama.cpp on the CPU: one thread, f32 KV, no flash attention, no warm-up."""
 
     def __init__(self, path: Path, *, context: int = 1024, log: Path | None = None) -> None:
-        self._log = log or path.with_suffix(".llama.log")
-        with self._log.open("wb") as stream:
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, str(path), str(context)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stream,
-                text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
+        self._child = JsonChild(
+            [sys.executable, str(_CHILD), str(path), str(context)],
+            log=log or path.with_suffix(".llama.log"),
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
         try:
-            self._read()
+            self._take(self._child.read)
         except LlamaCppError:
             self.close()
             raise
@@ -86,15 +81,7 @@ class LlamaCpp:
 
     def close(self) -> None:
         """End the process."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        try:
-            self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        self._child.close()
 
     def __enter__(self) -> LlamaCpp:
         return self
@@ -105,79 +92,17 @@ class LlamaCpp:
         self.close()
 
     def _ask(self, path: str, body: dict[str, Any]) -> Any:
-        assert self._process.stdin is not None
+        return self._take(lambda: self._child.ask([path, body]))
+
+    def _take(self, read: Callable[[], Any]) -> Any:
         try:
-            self._process.stdin.write(json.dumps([path, body]) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise self._dead() from None
-        return self._read()
-
-    def _read(self) -> Any:
-        assert self._process.stdout is not None
-        while line := self._process.stdout.readline():
-            if line.startswith("ANSWER "):
-                answer = json.loads(line[7:])
-                if "error" in answer:
-                    raise LlamaCppError(f"llama.cpp refused: {answer['error']}\n{self._tail()}")
-                return answer["value"]
-        raise self._dead()
-
-    def _dead(self) -> LlamaCppError:
-        self._process.wait()
-        return LlamaCppError(f"llama.cpp ended with status {self._process.returncode}\n{self._tail()}")
-
-    def _tail(self) -> str:
-        return "\n".join(self._log.read_text(errors="replace").splitlines()[-15:])
+            answer = read()
+        except ChildDiedError as error:
+            raise LlamaCppError(f"llama.cpp ended with status {error.status}\n{_tail(error.words)}") from None
+        if "error" in answer:
+            raise LlamaCppError(f"llama.cpp refused: {answer['error']}\n{_tail(self._child.last_words())}")
+        return answer["value"]
 
 
-def _serve(path: str, context: int) -> None:
-    """The child: answer [path, body] lines from standard input."""
-    import urllib.error
-    import urllib.request
-
-    import xllamacpp
-
-    params = xllamacpp.CommonParams()
-    params.model.path = path
-    params.n_ctx = context
-    params.n_batch = params.n_ubatch = context
-    params.n_parallel = 1
-    params.warmup = False
-    params.n_gpu_layers = 0
-    params.fit_params = False
-    params.cache_prompt = False
-    params.cache_ram_mib = 0
-    params.cpuparams.n_threads = 1
-    params.cpuparams_batch.n_threads = 1
-    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    params.swa_full = True
-    params.verbosity = 1
-    server = xllamacpp.Server(params)
-
-    def post(route: str, body: dict[str, Any]) -> Any:
-        request = urllib.request.Request(
-            server.listening_address + route,
-            data=json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=_START_S) as response:
-            return json.load(response)
-
-    def answer(value: dict[str, Any]) -> None:
-        print("ANSWER " + json.dumps(value), flush=True)
-
-    answer({"value": None})
-    for line in sys.stdin:
-        route, body = json.loads(line)
-        try:
-            answer({"value": post(route, body)})
-        except urllib.error.HTTPError as error:
-            answer({"error": error.read().decode(errors="replace")})
-    # The server's own shutdown is slow and nothing is left to save.
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    _serve(sys.argv[1], int(sys.argv[2]))
+def _tail(words: str) -> str:
+    return "\n".join(words.splitlines()[-15:])
