@@ -13,6 +13,8 @@ using namespace simd;
 
 namespace {
 
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 template <class T> constexpr int kSpans = 32 / T::kSpan;  // scales per block of 32
 
 inline F32 add_product(F32 sum, I32 product, F32 scale, float x_scale) {
@@ -89,11 +91,11 @@ void multiply_tile(const uint8_t* unit, const ActivationBlock* x, int64_t stride
 template <class T, int ROWS>
 void multiply_two_tiles(
     const uint8_t* first, const uint8_t* second, const ActivationBlock* x, int64_t stride, int64_t k, float* sums) {
-  constexpr int S = kSpans<T>, C = ROWS <= 2 ? 2 : 1;  // two rows: two integer sums each, for the adder's latency
+  constexpr int S = kSpans<T>, C = ROWS <= (kManyRegisters ? 3 : 2) ? 2 : 1;  // few rows: two integer sums each, for the adder's latency
   const uint8_t* unit[2] = {first, second};
   // The same place of the next two tiles: what lies nearer is this tile's rest, or the other's, on its way already.
   const int64_t pair = 2 * (second - first), ahead = pair > kPrefetchBytes ? pair : kPrefetchBytes;
-  constexpr bool kKeep = ROWS <= 4;  // more sums than registers: they wait in the caller's memory
+  constexpr bool kKeep = ROWS <= 5;  // more sums than registers: they wait in the caller's memory
   F32 sum[2][ROWS];
   for (int t = 0; t < 2; ++t) {
     for (int r = 0; r < ROWS; ++r) {
@@ -244,17 +246,30 @@ void integer_rows(const PackedWeight& weight, int64_t tile, int tiles, const Act
   visit_format(weight.format, [&](auto type) {
     using T = decltype(type);
     int64_t done = 0;
-    const auto both = [&](auto count) {
-      for (; tiles == 2 && done + count.value <= rows; done += count.value)
-        multiply_two_tiles<T, count.value>(
+    // Bytes need no unpacking that eight rows could share, and twice four overlaps better with the memory.
+    constexpr int64_t kMost = kManyRegisters && T::kBits < 8 ? 8 : 4;
+    const auto both = [&](auto size, int64_t count) {
+      if (count == size.value)
+        multiply_two_tiles<T, size.value>(
             weight.tile(tile), weight.tile(tile + 1), x + done * stride, stride, k, sums + done * kSumStride);
     };
-    // Bytes need no unpacking that eight rows could share, and twice four overlaps better with the memory.
-    if constexpr (kManyRegisters && T::kBits < 8) both(std::integral_constant<int, 8>{});
-    both(std::integral_constant<int, 4>{});
-#ifdef EDGELLM_AVX2  // without intrinsics each of them takes the compiler long
-    both(std::integral_constant<int, 3>{});
-    both(std::integral_constant<int, 2>{});
+#ifdef EDGELLM_AVX2
+    // In groups of about the same size: unpacking all codes costs a group of one row as much as one of many.
+    for (int64_t groups = divide_up(rows, kMost); tiles == 2 && rows - done > 1; --groups) {
+      const int64_t count = divide_up(rows - done, groups);
+      both(std::integral_constant<int, 2>{}, count);
+      both(std::integral_constant<int, 3>{}, count);
+      both(std::integral_constant<int, 4>{}, count);
+      if constexpr (kMost == 8) {
+        both(std::integral_constant<int, 5>{}, count);
+        both(std::integral_constant<int, 6>{}, count);
+        both(std::integral_constant<int, 7>{}, count);
+        both(std::integral_constant<int, 8>{}, count);
+      }
+      done += count;
+    }
+#else  // without intrinsics each size takes the compiler long
+    for (; tiles == 2 && done + kMost <= rows; done += kMost) both(std::integral_constant<int, kMost>{}, kMost);
 #endif
     for (int t = 0; t < tiles; ++t) {
       const uint8_t* data = weight.tile(tile + t);
