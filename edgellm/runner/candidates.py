@@ -2,19 +2,26 @@
 
 Whatever the logits look like, flat or peaked, it all takes little more than the scores and one sorted copy of
 them: removed tokens stay in place at -inf until few are left, noise is made in pieces, and nothing else is as
-long as the vocabulary but masks. So a plan can say what drawing takes (planning/workspace.py).
+long as the vocabulary but masks, and places of flat logits once the sorted copy is gone. So a plan can say
+what drawing takes (planning/workspace.py).
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from edgellm.contracts import SamplingParams
 from edgellm.runner import filters
-from edgellm.runner.noise import NOISE_SPAN, gumbel_noise
+from edgellm.runner.noise import gumbel_noise, places_of_noise
 
 _PIECE = 1 << 13
 """Tokens whose noise is made at once: eight numbers of 8 bytes each take half a MiB."""
+_HASHED = 1 << 16
+"""Tokens that are hashed at once: ten bytes each, in the second-level cache."""
+_NEAR = 8.0
+"""Scores no further below the best one have their noise computed. Of the others about one in 3,000 has enough
+to win."""
 _FEW = 4
 """From a fourth of the tokens down those that are left are copied together."""
 
@@ -70,18 +77,23 @@ class Candidates:
         return False
 
     def draw(self, key: int) -> int:
-        """The id of the largest score + noise (noise.py); of equal ones the lowest."""
-        alive = self.scores >= self.scores.max() - NOISE_SPAN
-        winner, most = -1, float("-inf")
-        for start in range(0, alive.numel(), _PIECE):
-            places = torch.nonzero(alive[start : start + _PIECE]).squeeze(1).add_(start)
-            if not places.numel():
-                continue
-            ids = places if self._ids is None else self._ids[places]
-            value, at = torch.max(gumbel_noise(key, ids).add_(self.scores[places]), 0)
-            if float(value) > most:
-                winner, most = int(ids[at]), float(value)
-        return winner
+        """The id of the largest score + noise (noise.py); of equal ones the lowest.
+
+        Those near the best score are computed. Of the others, which are most, only those whose noise makes up
+        for being far can win: integers tell that, without a logarithm for every entry of the vocabulary.
+        """
+        scores = self.scores.numpy()
+        ids = None if self._ids is None else self._ids.numpy()
+        edge = float(scores.max()) - _NEAR
+        winner, most = _best_of(scores, ids, np.flatnonzero(scores >= edge), key)
+        found = []
+        for start in range(0, len(scores), _HASHED):
+            piece = scores[start : start + _HASHED]
+            here = np.arange(start, start + len(piece)) if ids is None else ids[start : start + _HASHED]
+            places = places_of_noise(key, here, most - edge)
+            found.append(start + places[piece[places] < edge])
+        other, total = _best_of(scores, ids, np.concatenate(found), key)
+        return other if total > most or (total == most and other < winner) else winner
 
     def _place(self, token_id: int) -> int | None:
         """Where a token stands; None where it was removed."""
@@ -109,3 +121,17 @@ class Candidates:
         places = torch.nonzero(mask).squeeze(1)
         self.scores = self.scores[places]
         self._ids = places if self._ids is None else self._ids[places]
+
+
+def _best_of(scores: np.ndarray, ids: np.ndarray | None, places: np.ndarray, key: int) -> tuple[int, float]:
+    """(id, score + noise) of the best of these places, ascending; (-1, -inf) where there is none."""
+    winner, most = -1, float("-inf")
+    for start in range(0, len(places), _PIECE):
+        piece = places[start : start + _PIECE]
+        chosen = piece if ids is None else ids[piece]
+        totals = gumbel_noise(key, chosen)
+        totals += scores[piece]
+        at = int(totals.argmax())
+        if totals[at] > most:
+            winner, most = int(chosen[at]), float(totals[at])
+    return winner, most

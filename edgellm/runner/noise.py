@@ -24,14 +24,16 @@ domain). For one key h is a bijection of the id, so two tokens never share their
 
 from __future__ import annotations
 
-import torch
+import math
+
+import numpy as np
 
 _M32 = 0xFFFFFFFF
 _M64 = 0xFFFFFFFFFFFFFFFF
 _GOLDEN = 0x9E3779B97F4A7C15
 
-NOISE_SPAN = 26.1
-"""No two noises differ by more: a token whose score lies further below the best one cannot win."""
+_MARGIN = 1e-6
+"""By which a bound of the noise is taken too low: far more than its arithmetic can be off."""
 
 
 def _mix64(x: int) -> int:
@@ -52,22 +54,39 @@ def uniform(key: int, token_id: int) -> float:
     """In (0, 1), independent of ``gumbel_noise`` of the same key: by which a drafted token is kept under the
     rejection rule."""
     own = _mix64(key ^ _GOLDEN)
-    return (int(hash32(own, torch.tensor([token_id]))) + 0.5) / 2**32
+    return (int(hash32(own, np.array([token_id]))[0]) + 0.5) / 2**32
 
 
-def _fmix32(x: torch.Tensor) -> torch.Tensor:
-    # NOTE: the int64 products wrap; their low 32 bits, the only ones kept, are those of the unsigned product.
-    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _M32
-    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _M32
-    return x ^ (x >> 16)
+def hash32(key: int, ids: np.ndarray) -> np.ndarray:
+    """[n] ids of any integer type -> [n] uint32 hashes."""
+    h = ids.astype(np.uint32)
+    shifted = np.empty_like(h)
+    for part in (key & _M32, key >> 32):
+        h ^= np.uint32(part)
+        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, None)):
+            np.right_shift(h, np.uint32(shift), out=shifted)
+            h ^= shifted
+            if factor is not None:
+                h *= np.uint32(factor)
+    return h
 
 
-def hash32(key: int, token_ids: torch.Tensor) -> torch.Tensor:
-    """[n] int64 ids -> [n] int64 hashes of 32 bits."""
-    return _fmix32(_fmix32(token_ids ^ (key & _M32)) ^ (key >> 32))
+def gumbel_noise(key: int, ids: np.ndarray) -> np.ndarray:
+    """[n] ids -> [n] f64 standard Gumbel noise."""
+    u = hash32(key, ids).astype(np.float64)
+    u += 0.5
+    u *= 2.0**-32
+    for _ in range(2):
+        np.log(u, out=u)
+        np.negative(u, out=u)
+    return u
 
 
-def gumbel_noise(key: int, token_ids: torch.Tensor) -> torch.Tensor:
-    """[n] int64 ids -> [n] f64 standard Gumbel noise."""
-    u = (hash32(key, token_ids).to(torch.float64) + 0.5) / 2**32
-    return -torch.log(-torch.log(u))
+def places_of_noise(key: int, ids: np.ndarray, least: float) -> np.ndarray:
+    """Places [n] int64, ascending, of those ids whose noise may be ``least`` or more: none of those is
+    missing, and hardly another is there.
+
+    Noise grows with the hash, so the bound is one of integers, and no logarithm is needed.
+    """
+    bound = math.exp(-math.exp(min(700.0, _MARGIN - least))) * 2.0**32 - 2.0
+    return np.flatnonzero(hash32(key, ids) >= np.uint32(max(0.0, bound)))

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 
+import numpy as np
 import pytest
 import torch
 from transformers.generation.logits_process import (
@@ -23,7 +24,7 @@ from edgellm.contracts import SamplingParams, SequenceStart
 from edgellm.runner import filters
 from edgellm.runner.candidates import Candidates
 from edgellm.runner.logprobs import raw_logprob, raw_logprobs
-from edgellm.runner.noise import NOISE_SPAN, gumbel_noise, hash32, row_key
+from edgellm.runner.noise import gumbel_noise, hash32, places_of_noise, row_key
 from edgellm.runner.penalties import LogitAdjuster
 from edgellm.runner.sampler import Sampler, SamplerState
 from edgellm.runner.token_mask import unpack_masks
@@ -207,7 +208,7 @@ def test_drawing_in_pieces_is_drawing_from_the_whole(spread: float, top_p: float
     for position in range(3):
         key = row_key(1, 0, position)
         noisy = torch.full_like(logits, float("-inf"))
-        noisy[kept] = logits[kept] + gumbel_noise(key, kept)
+        noisy[kept] = logits[kept] + torch.from_numpy(gumbel_noise(key, kept.numpy()))
         assert left.draw(key) == int(torch.argmax(noisy))
     assert left.left()[0].tolist() == sorted(kept.tolist())
 
@@ -249,17 +250,38 @@ def test_noise_is_as_it_is_written_down() -> None:
         return x ^ (x >> 16)
 
     golden = 0x9E3779B97F4A7C15
-    ids = torch.tensor([0, 1, 2, 49151, 262143, 2**31 - 1])
+    ids = np.array([0, 1, 2, 49151, 262143, 2**31 - 1])
     for seed, sample, position in ((0, 0, 0), (1, 0, 7), (2**64 - 1, 3, 32767), (-5, 1, 131071)):
         key = mix64(mix64(mix64(seed + golden) ^ (sample + golden)) ^ (position + golden))
         assert row_key(seed, sample, position) == key
         hashes = [fmix32(fmix32(i ^ (key % 2**32)) ^ (key >> 32)) for i in ids.tolist()]
         assert hash32(key, ids).tolist() == hashes
         expected = [-math.log(-math.log((h + 0.5) / 2**32)) for h in hashes]
-        torch.testing.assert_close(gumbel_noise(key, ids), torch.tensor(expected, dtype=torch.float64))
-    largest = -math.log(-math.log((2**32 - 0.5) / 2**32))
-    smallest = -math.log(-math.log(0.5 / 2**32))
-    assert largest - smallest < NOISE_SPAN
+        np.testing.assert_allclose(gumbel_noise(key, ids), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("least", [-900.0, -4.0, -1.0, 0.3, 5.0, 9.0, 22.0, 40.0])
+def test_ids_of_much_noise_are_found_by_their_hashes(least: float) -> None:
+    """None that has it is missing, and hardly another is there."""
+    key, ids = row_key(7, 1, 99), np.arange(1000, 101_000)
+    noise = gumbel_noise(key, ids)
+    found = places_of_noise(key, ids, least)
+    assert set(np.flatnonzero(noise >= least).tolist()) <= set(found.tolist())
+    assert len(found) <= np.count_nonzero(noise >= least) + 2
+
+
+@pytest.mark.parametrize("distance", [7.5, 8.5, 30.0])
+def test_a_crowd_far_below_the_best_wins_as_often_as_it_should(distance: float) -> None:
+    """One token stands above 60,000 others: what is drawn is what noise over all of them says."""
+    logits = torch.full((60_000,), -distance, dtype=torch.float64)
+    logits[12_345] = 0.0
+    crowd = 0
+    for position in range(60):
+        key = row_key(3, 0, position)
+        drawn = Candidates(logits.clone(), SamplingParams()).draw(key)
+        assert drawn == int(np.argmax(logits.numpy() + gumbel_noise(key, np.arange(60_000))))
+        crowd += drawn != 12_345
+    assert {7.5: crowd > 50, 8.5: 40 < crowd < 60, 30.0: crowd == 0}[distance]
 
 
 def test_noise_depends_on_all_four_and_nothing_else() -> None:
@@ -296,7 +318,7 @@ def test_draws_have_the_right_distribution(axis: str) -> None:
     seen = Counter[int]()
     for i in range(count):
         key = row_key(*{"seed": (i, 0, 5), "position": (1, 0, i), "sample": (1, i, 5)}[axis])
-        seen[int(torch.argmax(scores + gumbel_noise(key, ids)))] += 1
+        seen[int(np.argmax(scores.numpy() + gumbel_noise(key, ids.numpy())))] += 1
     chi2 = sum((seen[j] - count * p) ** 2 / (count * p) for j, p in enumerate(probabilities.tolist()))
     assert chi2 < 22.46  # 99.9 % point with 6 degrees of freedom
 
