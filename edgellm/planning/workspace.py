@@ -56,6 +56,8 @@ def workspace_bytes(
         angles = shape.head_dim * len(set(shape.windows))
         floats = 3 * shape.hidden_size + fused + 2 * query + 3 * shape.ffn_size + angles
         widest = max(shape.hidden_size, query, shape.ffn_size)
+        if batch > 1:  # a lone answer's steps keep their logits
+            head += 4 * (1 + drafted) * shape.vocab_size
         # Besides the widest input as 16-bit integers with their scales: 80 bytes for 32.
         tiles = -(-(context or shape.context_length) // _TILE_KEYS)
         parts = max(_PART_BYTES, 4 * batch * shape.num_heads * (shape.head_dim + 2) * tiles)

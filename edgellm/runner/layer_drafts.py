@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from edgellm.contracts import PlannedSequence, StepPlan
 from edgellm.runner.batch_builder import build_batch
 from edgellm.runner.kv_state import KVState
+from edgellm.runner.lone_row import LoneRow, lone_row
 from edgellm.runner.sampler import Sampler
 from edgellm.runner.step_program import StepProgram
 from edgellm_models.network.decoder import Decoder
@@ -64,6 +65,8 @@ class LayerDrafts:
         self._skipped = skipped
         self._device = device
         self._stop_below = stop_below
+        self._lone: tuple[KVState, LoneRow | None] | None = None
+        """How a sequence that drafts alone runs its passes in these pages."""
 
     def add(self, plan: StepPlan, kv: KVState, sampler: Sampler, block_size: int) -> Drafted:
         """See RunnerDrafter.
@@ -75,6 +78,14 @@ class LayerDrafts:
             return Drafted(plan.sequences)
         open_ = [s for s in plan.sequences if s.draft_by_runner and s.draft_limit > 0 and not kv.has_tail]
         begin, passes = time.perf_counter(), 0
+        row = self._row(kv) if len(open_) == 1 and len(open_[0].token_ids) == 1 else None
+        while open_ and row is not None:
+            [sequence] = open_
+            draft = drafts[sequence.sequence_id]
+            token_ids = draft[-1:] or sequence.token_ids
+            row.run(token_ids, sequence.start_position + len(draft), sequence.block_tables)
+            passes += 1
+            open_ = extend_drafts(open_, drafts, sampler, row.logits, self._stop_below)
         while open_:
             rows = [next_row(s, drafts[s.sequence_id]) for s in open_]
             batch = build_batch(rows, block_size, self._device)
@@ -82,6 +93,11 @@ class LayerDrafts:
             passes += 1
             open_ = extend_drafts(open_, drafts, sampler, logits, self._stop_below)
         return Drafted(with_drafts(plan.sequences, drafts), time.perf_counter() - begin, passes)
+
+    def _row(self, kv: KVState) -> LoneRow | None:
+        if self._lone is None or self._lone[0] is not kv:
+            self._lone = kv, lone_row(self._program, kv.storages, self._skipped)
+        return self._lone[1]
 
 
 def extend_drafts(

@@ -1,4 +1,4 @@
-"""The step that most steps are: one token of one sequence, without a draft. No batch is built for it."""
+"""The step that most steps are: one token of one sequence, with or without a draft behind it."""
 
 from __future__ import annotations
 
@@ -8,62 +8,51 @@ from collections.abc import Sequence
 import torch
 
 from edgellm.contracts import PlannedSequence, StepPlan
+from edgellm.runner.lone_row import LoneRow, lone_row
 from edgellm.runner.sampler import Draw, Sampler
-from edgellm.runner.step_program import StepProgram
+from edgellm.speculative.acceptance import verified_run
 from edgellm_kernels.batch import KVStorage
-from edgellm_kernels.ops import NativeRow
+
+MAX_ROWS = 17
+"""Of such a step: a token, and as long a draft as there is."""
 
 
 class LoneDecode:
-    """Runs such steps on a native step program; what they bring is what ``ModelRunner`` finds for any plan.
+    """Runs such steps on a native step program; they bring what ``ModelRunner`` finds for any plan."""
 
-    The Python around a foreign call that has just streamed all weights through the caches runs three times as
-    slowly as in a loop of its own, so what counts is how much code and data a step touches.
-    """
-
-    def __init__(self, program: StepProgram, kv: Sequence[KVStorage]) -> None:
-        self._row = NativeRow(program.native, kv)
-        self._decoder = program.decoder
-        self._token_ids = None if program.native.embeds else torch.zeros(1, dtype=torch.int64)
-        """[1]: to be embedded here, where the program does not do it."""
-        self._softcap = program.decoder.spec.final_softcap
+    def __init__(self, row: LoneRow) -> None:
+        self._row = row
 
     def sequence(self, plan: StepPlan) -> PlannedSequence | None:
-        """The plan's only sequence, where there is nothing else to the plan than its next token."""
+        """The plan's only sequence, where there is nothing else to the plan than its next tokens."""
         if len(plan.sequences) != 1 or plan.started or plan.ended or plan.forked or plan.preempted:
             return None
         [sequence] = plan.sequences
-        if plan.block_copies or plan.host_copies or not sequence.needs_logits or sequence.draft_by_runner:
+        if plan.block_copies or plan.host_copies or not sequence.needs_logits or sequence.token_masks:
             return None
-        if len(sequence.token_ids) != 1 or sequence.draft_token_ids or sequence.token_masks:
+        if not self._row.fits(sequence) or sequence.draft_limit >= MAX_ROWS:
             return None
         return None if sequence.prompt_logits or sequence.score_blocks else sequence
 
-    def draw(self, sequence: PlannedSequence, sampler: Sampler) -> Draw:
-        """Runs the sequence's token and draws the one behind it."""
-        [token_id], position = sequence.token_ids, sequence.start_position
-        self._row.run(token_id, position, sequence.block_tables, self._embedded(token_id))
-        if self._softcap is not None:
-            with torch.inference_mode():
-                self._row.logits.div_(self._softcap).tanh_().mul_(self._softcap)
+    def draw(self, sequence: PlannedSequence, sampler: Sampler) -> Sequence[Draw]:
+        """Runs the sequence's token and its draft, and draws what follows: see Sampler.verify."""
+        draft = sequence.draft_token_ids
+        self._row.run(sequence.rows, sequence.start_position, sequence.block_tables)
         if sampler.takes_largest(sequence.sequence_id):
-            value, largest = self._row.largest()
-            if math.isfinite(value):
-                return Draw(largest)
+            tokens = verified_run(draft, self._largest)
+            if tokens:
+                return [Draw(token) for token in tokens]
+        position = sequence.start_position + 1
         with torch.inference_mode():
-            [[draw]] = sampler.verify(self._row.logits, [sequence.sequence_id], [position + 1], [()])
-        return draw
+            [draws] = sampler.verify(self._row.logits, [sequence.sequence_id], [position], [draft])
+        return draws
 
-    def _embedded(self, token_id: int) -> torch.Tensor | None:
-        if self._token_ids is None:
-            return None
-        self._token_ids[0] = token_id
-        decoder = self._decoder
-        return decoder.kernels.embed(self._token_ids, decoder.weights.embedding, decoder.spec.embedding_scale)
+    def _largest(self, row: int) -> int | None:
+        value, token_id = self._row.largest(row)
+        return token_id if math.isfinite(value) else None
 
 
 def lone_decode(program: object, kv: Sequence[KVStorage]) -> LoneDecode | None:
     """None for programs that need more than ids, positions and blocks."""
-    if isinstance(program, StepProgram) and not program.turns_by_length:
-        return LoneDecode(program, kv)
-    return None
+    row = lone_row(program, kv, max_rows=MAX_ROWS)
+    return None if row is None else LoneDecode(row)

@@ -128,8 +128,12 @@ class ModelRunner:
         ):
             lone = self._lone.sequence(plan)
             if lone is not None:
-                draw = self._lone.draw(lone, self._sampler)
-                return StepResult(plan.step, (_result(lone, (draw,), {}),))
+                drafted = Drafted(plan.sequences)
+                if lone.draft_by_runner:
+                    drafted = self._drafted(plan)
+                    [lone] = drafted.sequences
+                result = _result(lone, self._lone.draw(lone, self._sampler), {})
+                return StepResult(plan.step, (result,), drafted.seconds, drafted.passes)
         for sequence_id in plan.ended:
             self._sampler.end(sequence_id)
             self._pooler.end(sequence_id)
@@ -141,9 +145,7 @@ class ModelRunner:
         if not plan.sequences:
             return StepResult(plan.step, ())
         with torch.inference_mode():
-            drafted = Drafted(plan.sequences)
-            if self.drafter is not None:
-                drafted = self.drafter.add(plan, self._kv, self._sampler, self._block_size)
+            drafted = self._drafted(plan)
             sequences = drafted.sequences
             batch = build_batch(sequences, self._block_size, self._device, tail, self._groups)
             pages = self._kv.storages[: len(self._groups)]
@@ -160,6 +162,12 @@ class ModelRunner:
                 for s in sequences
             ]
         return StepResult(plan.step, tuple(results), drafted.seconds, drafted.passes)
+
+    def _drafted(self, plan: StepPlan) -> Drafted:
+        if self.drafter is None:
+            return Drafted(plan.sequences)
+        with torch.inference_mode():
+            return self.drafter.add(plan, self._kv, self._sampler, self._block_size)
 
     def _embed(
         self, sequences: Sequence[PlannedSequence], rows: LastRows

@@ -83,7 +83,7 @@ class StepProgram:
         self, batch: ForwardBatch, kv: Sequence[KVStorage], skipped: SkippedSubLayers | None = None
     ) -> LastRows:
         """See Decoder.run."""
-        left_out = self._bits(skipped) if skipped is not None and len(skipped) else None
+        left_out = self.bits(skipped) if skipped is not None and len(skipped) else None
         return self._run(batch, kv, left_out, with_logits=batch.logit_rows.shape[0] <= _MAX_READY_ROWS)
 
     def run_to_states(self, batch: ForwardBatch, kv: Sequence[KVStorage]) -> LastRows:
@@ -125,8 +125,8 @@ class StepProgram:
         """See Decoder.forward."""
         return self.logits(self.run(batch, kv))
 
-    def _bits(self, skipped: SkippedSubLayers) -> bytes:
-        """By layer what is left out, as the program reads it."""
+    def bits(self, skipped: SkippedSubLayers) -> bytes:
+        """By layer what is left out, as the native program reads it."""
         known = self._left_out.get(skipped)
         if known is None:
             layers = range(self.decoder.spec.num_layers)

@@ -1,4 +1,4 @@
-"""One token of one sequence through the native step program, with all that the call reads kept in place."""
+"""A few tokens of one sequence through the native step program; what the call reads is kept in place."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ BlockTables = tuple[tuple[int, ...], ...]
 
 
 class NativeRow:
-    """``NativeStep.run`` for a batch of one row whose logits are wanted, the same call again and again: a
-    step writes a handful of integers instead of making a batch of tensors and structs.
+    """``NativeStep.run`` for a row of one sequence, or a few behind each other, whose logits are all wanted:
+    the same call again and again. A step writes a handful of integers instead of making a batch of tensors
+    and structs.
 
     One call at a time.
     """
 
-    def __init__(self, step: NativeStep, kv: Sequence[KVStorage]) -> None:
+    def __init__(self, step: NativeStep, kv: Sequence[KVStorage], max_rows: int = 1) -> None:
+        """``max_rows``: of one call."""
         assert len(kv) == step.num_groups
         self._step, self._kv = step, tuple(kv)
-        self._block_size = kv[0].block_size
-        self.logits = torch.empty((1, step.vocab_size), dtype=torch.float32)
-        """[1, vocab]: those of the last call."""
-        self._values = self.logits.numpy()[0]
+        self._block_size, self._max_rows = kv[0].block_size, max_rows
         self._pages = (Pages * len(step.spec.places))()
         for (group, index, _, _), into in zip(step.spec.places, self._pages, strict=True):
             fill_pages(into, self._kv[group], index)
-        # token id, position, row of the logits, then a slot for each group
-        self._integers = (ctypes.c_int64 * (3 + len(kv)))()
-        # first and last row, keys
-        self._shorts = (ctypes.c_int32 * 3)(0, 1, 0)
+        # token ids, positions, rows of the logits, then the slots of each group
+        self._integers = (ctypes.c_int64 * ((3 + len(kv)) * max_rows))()
+        self._integers[2 * max_rows : 3 * max_rows] = list(range(max_rows))
+        # first row, number of rows, keys
+        self._shorts = (ctypes.c_int32 * 3)()
         self._blocks = [(ctypes.c_int32 * pages.num_blocks)() for pages in kv]
         self._starts = [(ctypes.c_int32 * pages.num_blocks)() for pages in kv]
         self._known: BlockTables = ()
@@ -44,44 +44,67 @@ class NativeRow:
         for group, into in enumerate(self._tables):
             into.block_table = ctypes.addressof(self._blocks[group])
             into.block_positions = ctypes.addressof(self._starts[group])
-            into.slot_mapping = integers + 8 * (3 + group)
+            into.slot_mapping = integers + 8 * (3 + group) * max_rows
             into.key_lengths = shorts + 8
         self._call = StepCall(
             token_ids=integers,
             pages=ctypes.addressof(self._pages),
             groups=ctypes.addressof(self._tables),
-            logit_rows=integers + 16,
-            logits=self.logits.data_ptr(),
-            num_logit_rows=1,
+            logit_rows=integers + 16 * max_rows,
         )
-        self._call.rows.positions, self._call.rows.query_starts = integers + 8, shorts
-        self._call.rows.sequences = self._call.rows.tokens = 1
+        self._call.rows.positions, self._call.rows.query_starts = integers + 8 * max_rows, shorts
+        self._call.rows.sequences = 1
         self._address = ctypes.addressof(self._call)
+        self._buffer = torch.empty((0, step.vocab_size), dtype=torch.float32)
+        self._take(1)
 
     def run(
-        self, token_id: int, position: int, tables: BlockTables, embedded: torch.Tensor | None = None
+        self,
+        token_ids: Sequence[int],
+        position: int,
+        tables: BlockTables,
+        embedded: torch.Tensor | None = None,
+        skipped: ctypes.Array[ctypes.c_char] | None = None,
     ) -> None:
-        """The token at ``position`` of a sequence in these blocks; K and V go into the storage. ``embedded``:
-        its row [1, hidden], for a program that does not embed ids itself."""
+        """The tokens from ``position`` on of a sequence in these blocks; K and V go into the storage.
+        ``embedded``: their rows [n, hidden], for a program that does not embed ids itself. ``skipped``: see
+        NativeStep.run."""
         if embedded is not None:
             assert embedded.dtype == torch.float32 and embedded.is_contiguous()
             self._call.embedded = embedded.data_ptr()
+        self._call.skipped = None if skipped is None else ctypes.addressof(skipped)
         if tables is not self._known:
             self._show(tables)
-        index, offset = divmod(position, self._block_size)
-        integers = self._integers
-        integers[0], integers[1] = token_id, position
-        for group in range(len(self._kv)):
-            block = tables[group][index]
-            assert block >= 0, f"position {position} has no block"
-            integers[3 + group] = block * self._block_size + offset
-        self._shorts[2] = position + 1
+        if len(token_ids) != self._call.num_logit_rows:
+            self._take(len(token_ids))
+        integers, most, size = self._integers, self._max_rows, self._block_size
+        for row, token_id in enumerate(token_ids):
+            at = position + row
+            index, offset = divmod(at, size)
+            integers[row], integers[most + row] = token_id, at
+            for group in range(len(self._kv)):
+                block = tables[group][index]
+                assert block >= 0, f"position {at} has no block"
+                integers[(3 + group) * most + row] = block * size + offset
+        self._shorts[2] = position + len(token_ids)
         self._step.call(self._address)
 
-    def largest(self) -> tuple[float, int]:
-        """The largest logit of the last call and its first place; NaN and its place where there is one."""
-        place = int(self._values.argmax())
-        return float(self._values[place]), place
+    def largest(self, row: int = 0) -> tuple[float, int]:
+        """The largest logit of a row of the last call and its first place; NaN and its place where there is
+        one."""
+        values = self._values[row]
+        place = int(values.argmax())
+        return float(values[place]), place
+
+    def _take(self, rows: int) -> None:
+        assert rows <= self._max_rows, f"{rows} rows where {self._max_rows} are the most"
+        if rows > self._buffer.shape[0]:
+            self._buffer = torch.empty((rows, self._step.vocab_size), dtype=torch.float32)
+        self.logits = self._buffer[:rows]
+        """[rows, vocab]: those of the last call."""
+        self._values = self.logits.numpy()
+        self._call.logits = self._buffer.data_ptr()
+        self._call.rows.tokens = self._call.num_logit_rows = self._shorts[1] = rows
 
     def _show(self, tables: BlockTables) -> None:
         for group in range(len(self._kv)):

@@ -12,6 +12,10 @@ from edgellm.config import EngineConfig
 from edgellm.contracts import GenerationRequest, SamplingParams, TokenEvent
 from edgellm.runner import lone_decode
 from edgellm.runner.lone_decode import LoneDecode
+from edgellm.speculative.speculator import Speculator
+from edgellm_models.network.sub_layers import SkippedSubLayers
+from tests.support.drafters import OracleDrafter
+from tests.support.engines import load_engine, run_all
 from tests.support.native_cases import needs_native, one_thread
 from tests.support.tiny_models import make_tiny
 
@@ -27,7 +31,12 @@ PENALIZED = SamplingParams(
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {arch: make_tiny(arch, tmp_path_factory.mktemp(arch)) for arch in ("llama", "gemma3", "gemma2")}
+    made = {}
+    for arch in ("llama", "gemma3", "gemma2"):
+        made[arch] = make_tiny(arch, tmp_path_factory.mktemp(arch))
+        deeper = make_tiny(arch, tmp_path_factory.mktemp(f"{arch}6"), num_hidden_layers=6)
+        made[f"{arch} of six layers"] = deeper
+    return made
 
 
 def loaded(folder: Path, **settings: object) -> Runtime:
@@ -91,6 +100,55 @@ def test_what_is_told_and_stored_is_what_any_plan_brings(
     assert whole.runner is not None
     monkeypatch.setattr(whole.runner, "_lone", None)
     assert ours == told(whole, requests())
+
+
+@pytest.mark.parametrize("kv", ["f32", "int8"])
+@pytest.mark.parametrize("arch", ["llama", "gemma3", "gemma2"])
+@pytest.mark.parametrize("by_layers", [False, True])
+def test_drafts_of_a_lone_answer_are_verified_as_any_are(
+    by_layers: bool, arch: str, kv: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Proposed or drafted by fewer layers, kept or not: the same events and the same pages, bit for bit."""
+    path = folders[f"{arch} of six layers"]
+    plain = load_engine(path, context=256, kernels="native", kv=kv).engine
+    answers = {requests()[0].prompt_token_ids: run_all(plain, requests()[:1])[0].token_ids}
+    drafted: list[int] = []
+    draw = LoneDecode.draw
+
+    def counted(self, sequence, sampler):  # type: ignore[no-untyped-def]
+        drafted.append(len(sequence.draft_token_ids))
+        return draw(self, sequence, sampler)
+
+    def run(*, short: bool) -> list[tuple[object, ...]]:
+        ahead = 5
+        loaded = load_engine(
+            path,
+            context=256,
+            block_size=8,
+            kernels="native",
+            kv=kv,
+            speculator=Speculator(None if by_layers else OracleDrafter(answers, 7), runner_tokens=ahead),
+            lookahead=ahead,
+            skipped=SkippedSubLayers.of((1,), (2,)) if by_layers else None,
+        )
+        if not short:
+            monkeypatch.setattr(loaded.engine._runner, "_lone", None)
+            drafter = loaded.engine._runner.drafter  # type: ignore[attr-defined]
+            if drafter is not None:
+                monkeypatch.setattr(drafter, "_row", lambda kv: None)
+        found: list[tuple[object, ...]] = []
+        for request in requests():
+            loaded.engine.submit(request)
+            while loaded.engine.has_work():
+                found += [(*_facts(e), e.draft) for e in loaded.engine.step()]
+            loaded.engine.check_integrity()
+        pages = [part for group in loaded.storage for part in group.pages()]
+        return [*found, *((bytes(part.contiguous().view(torch.uint8).numpy()),) for part in pages)]
+
+    monkeypatch.setattr(LoneDecode, "draw", counted)
+    ours = run(short=True)
+    assert sum(count > 0 for count in drafted) > 50, "the short way was hardly taken"
+    assert ours == run(short=False)
 
 
 def test_unusable_logits_are_an_error_of_the_answer_on_the_short_way_too(folders: dict[str, Path]) -> None:
