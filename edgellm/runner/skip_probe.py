@@ -11,6 +11,7 @@ import torch
 from edgellm.cache.kv_storage import KVType, allocate_storage
 from edgellm.contracts import PlannedSequence
 from edgellm.runner.batch_builder import build_batch
+from edgellm.runner.lone_row import lone_row
 from edgellm.runner.step_program import StepProgram
 from edgellm.speculative.calibration import Costs, Score, SubLayer, shares_of_cost, typical
 from edgellm_kernels.batch import ForwardBatch
@@ -189,18 +190,32 @@ class SkipProbe:
         found = self._time({"plain": (1, None), "pass": (1, skipped)})
         return found["pass"] / found["plain"]
 
+    def step_seconds(self) -> float:
+        """What a plain step takes."""
+        return self._time({"plain": (1, None)})["plain"]
+
     def _time(self, kinds: Mapping[object, tuple[int, SkippedSubLayers | None]]) -> dict[object, float]:
-        """Seconds of steps of so many rows without some sub-layers, in turns."""
+        """Seconds of steps of so many rows without some sub-layers, in turns, as a lone answer runs them."""
         text = self._texts[0]
         end = len(text.token_ids)
+        lone = {
+            kind: lone_row(self._program, self._kv, skipped, max_rows=rows)
+            for kind, (rows, skipped) in kinds.items()
+        }
         seconds: dict[object, list[float]] = {kind: [] for kind in kinds}
         for _ in range(REPEATS):
             for kind, (rows, skipped) in kinds.items():
                 begin = time.perf_counter()
-                planned = self._planned(0, [text.token_ids[-1]] * rows, end, text.table)
-                if rows > 1:  # a verification wants the logits of every row
-                    planned = replace(planned, prompt_logits=True)
-                largest(self._logits(build_batch([planned], BLOCK, self._device), skipped))
+                row, ids = lone[kind], [text.token_ids[-1]] * rows
+                planned = self._planned(0, ids, end, text.table)
+                if row is not None:
+                    row.run(ids, end, planned.block_tables)
+                    for index in range(rows):
+                        row.largest(index)
+                else:
+                    if rows > 1:  # a verification wants the logits of every row
+                        planned = replace(planned, prompt_logits=True)
+                    largest(self._logits(build_batch([planned], BLOCK, self._device), skipped))
                 seconds[kind].append(time.perf_counter() - begin)
         return {kind: typical(times) for kind, times in seconds.items()}
 
