@@ -1,4 +1,4 @@
-"""What drafting by layers would take on large shapes: measured costs, and the acceptance needed."""
+"""What drafting by layers or by a smaller model would take on large shapes: costs, and acceptance needed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,25 @@ def needed(gain: float, pass_cost: float, verify: dict[int, float]) -> float | N
     return None
 
 
+def figure(name: str, cost: float, verify: dict[int, float], more: str = "") -> Figure:
+    """What drafts at this cost of a pass would need."""
+    least = needed(GAIN, cost, verify)
+    even = [break_even_acceptance(k, cost, verify[k]) for k in LENGTHS]
+    breaks = min((one for one in even if one is not None), default=None)
+    return Figure(
+        name=name,
+        value="none would do" if least is None else least,
+        unit=f"acceptance for {GAIN} times plain (no loss from "
+        f"{'none' if breaks is None else f'{breaks:.3f}'}); c {cost:.3f}, v(2) {verify[1]:.2f}, "
+        f"v(4) {verify[3]:.2f}, v(8) {verify[7]:.2f}{more}",
+        promise="none",
+        met=True,
+        detail={"c": cost, "v": verify},
+    )
+
+
 def run() -> Iterator[Figure]:
+    smaller: tuple[str, float] | None = None
     for name, shape in SHAPES.items():
         with tempfile.TemporaryDirectory() as folder:
             path = write_shape(shape, Path(folder) / f"{name}.gguf")
@@ -51,18 +69,19 @@ def run() -> Iterator[Figure]:
                     (layer for kind, layer in spread if kind == 1),
                 )
                 cost = probe.pass_cost(skipped)
-                least = needed(GAIN, cost, verify)
-                even = [break_even_acceptance(k, cost, verify[k]) for k in LENGTHS]
-                breaks = min((one for one in even if one is not None), default=None)
-                yield Figure(
-                    name=f"{name}, Q4_0, native: drafting without {len(skipped)} of {2 * shape.layers} "
-                    "sub-layers",
-                    value="none would do" if least is None else least,
-                    unit=f"acceptance for {GAIN} times plain (no loss from "
-                    f"{'none' if breaks is None else f'{breaks:.3f}'}); c {cost:.3f}, v(2) {verify[1]:.2f}, "
-                    f"v(4) {verify[3]:.2f}, v(8) {verify[7]:.2f}",
-                    promise="none",
-                    met=True,
-                    detail={"c": cost, "v": verify},
+                yield figure(
+                    f"{name}, Q4_0, native: drafting without {len(skipped)} of {2 * shape.layers} sub-layers",
+                    cost,
+                    verify,
                 )
+            seconds = probe.step_seconds()
+            if smaller is not None:
+                other, theirs = smaller
+                yield figure(
+                    f"{name}, Q4_0, native: drafting with --draft {other}",
+                    theirs / seconds,
+                    verify,
+                    f"; plain steps of {1000 * theirs:.1f} and {1000 * seconds:.1f} ms",
+                )
+            smaller = name, seconds
             runtime.close()
