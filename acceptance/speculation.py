@@ -69,6 +69,13 @@ def promise_of(model: str, kernels: str, kind: str) -> float:
     return 1.25 if kernels == "native" else 1.8
 
 
+def copies(prompt: Sequence[int], answer: Sequence[int]) -> bool:
+    """Whether at least half of the answer's runs of four tokens stand in the prompt too."""
+    known = {tuple(prompt[start : start + 4]) for start in range(len(prompt) - 3)}
+    runs = [tuple(answer[start : start + 4]) for start in range(len(answer) - 3)]
+    return 2 * sum(run in known for run in runs) >= max(1, len(runs))
+
+
 def figures(model: str, kernels: str) -> Iterator[Figure]:
     """One model on one kind of kernels."""
     fresh = load(model, kernels=kernels, kv_dtype="auto", ctx=2048, spec="off")
@@ -76,23 +83,29 @@ def figures(model: str, kernels: str) -> Iterator[Figure]:
     fresh.close()
     shown = ", ".join(f"{name} {value:.2f}" for name, value in costs.items())
     runtime = load(model, kernels=kernels, kv_dtype="auto", ctx=2048, spec="auto")
+    pairs = PAIRS if kernels == "native" else 1
     for kind, texts in prompts().items():
         if kernels == "torch" and kind not in COPIES:
             continue  # a step takes ten times as long there
-        pairs = PAIRS if kernels == "native" else 1
-        tally = measure(runtime.core, encoded(runtime, texts), max_tokens=TOKENS, pairs=pairs)
-        report = tally.report()
-        ratio = float("nan") if report["ratio"] is None else report["ratio"]
-        least = promise_of(model, kernels, kind)
-        yield Figure(
-            name=f"{model}, {kernels} kernels, {kind}: decoding with --spec auto",
-            value=ratio,
-            unit=f"times off; {tally.accepted} of {tally.proposed} drafted tokens kept; {shown}; "
-            f"{tally.different} texts differ; {tally.left_out} prompts left out",
-            promise=f"at least {least}, with the same text",
-            met=(ratio >= least or not tally.ratios) and tally.different == 0,
-            detail={"ratios": tally.ratios, **costs},
-        )
+        asked = encoded(runtime, texts)
+        runs = [(kind, asked, promise_of(model, kernels, kind))]
+        if kind in COPIES and kernels == "native":  # small models copy less than they are asked to
+            said = [greedy_answer(runtime.core, ids, TOKENS, speculate=False)[0] for ids in asked]
+            copying = [ids for ids, answer in zip(asked, said, strict=True) if copies(ids, answer)]
+            runs.append((f"{kind}, answers that copy", copying, 1.25 if model == MODELS[0] else 1.5))
+        for name, ids, least in runs:
+            tally = measure(runtime.core, ids, max_tokens=TOKENS, pairs=pairs)
+            report = tally.report()
+            ratio = float("nan") if report["ratio"] is None else report["ratio"]
+            yield Figure(
+                name=f"{model}, {kernels} kernels, {name}: decoding with --spec auto",
+                value=ratio,
+                unit=f"times off; {tally.accepted} of {tally.proposed} drafted tokens kept; {shown}; "
+                f"{tally.different} texts differ; {tally.left_out} prompts left out",
+                promise=f"at least {least}, with the same text",
+                met=(ratio >= least or not tally.ratios) and tally.different == 0,
+                detail={"ratios": tally.ratios, **costs},
+            )
     runtime.close()
 
 
