@@ -20,7 +20,7 @@ _NATIVE_FIXED = 500_000
 _TILE_KEYS, _PART_BYTES = 128, 1 << 19
 """Keys of a tile, and the results of tiles that are merged later (attention.cpp): those of single queries
 take what they take, several together so much."""
-_TORCH_STREAMS = 4.5
+_TORCH_STREAMS = 5
 """Tensors as large as the hidden states that torch holds besides those counted, measured."""
 TORCH_KEPT_BYTES = 60_000_000
 """What malloc's heap keeps of freed tensors. Large blocks given back at once would keep it lower, and cost a

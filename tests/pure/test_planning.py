@@ -324,6 +324,7 @@ def test_the_cache_of_a_plan_has_room_for_chunks_drafts_and_tails() -> None:
         ("SMOLLM2_135M", "torch", "f32", 1_024, 24.6),
         ("SMOLLM2_135M", "torch", "int8", 1_024, 26.2),
         ("GEMMA3_270M", "torch", "f32", 1_024, 28.1),
+        ("GEMMA3_270M", "torch", "int8", 1_024, 29.9),
     ],
 )
 def test_the_workspace_is_that_of_measured_runs(
