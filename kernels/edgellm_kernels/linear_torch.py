@@ -20,6 +20,9 @@ from edgellm_kernels.weights import (
     StackedWeight,
 )
 
+_FEWEST_ROWS = 4
+"""Of a product of several rows on the CPU: one of two or three takes MKL 1.6 to 3.6 times one of one row,
+one of four 1.3 to 1.8 times."""
 _CHUNK_ELEMENTS = 1 << 20
 """Weights decoded at once (4 MiB as f32): stays in the second-level cache and bounds the scratch memory."""
 
@@ -56,13 +59,16 @@ def multiply(x: torch.Tensor, weight: HeldPart, out: torch.Tensor) -> None:
 
 
 def _product(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+    rows = x.shape[0]
+    if x.device.type == "cpu" and 1 < rows < _FEWEST_ROWS:
+        x = torch.cat([x, x.new_zeros((_FEWEST_ROWS - rows, x.shape[1]))])
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=torch.float32, device=x.device)
     parts = weight.parts if isinstance(weight, StackedWeight) else (weight,)
     start = 0
     for part in parts:
         multiply(x, part, out[:, start : start + part.shape[0]])
         start += part.shape[0]
-    return out
+    return out[:rows]
 
 
 def linear(x: Prepared, weight: LinearWeight, add: torch.Tensor | None = None) -> torch.Tensor:

@@ -133,7 +133,8 @@ def test_gate_up(hold: str, name: str, function: object) -> None:
     x = torch.randn((3, K))
     weight = prepare(StackedWeight((DenseWeight(gate), DenseWeight(up))), "cpu", "gate_up", hold)
     out = KERNELS.gate_up(Prepared(x), weight, name).values
-    torch.testing.assert_close(out, function(x @ gate.T) * (x @ up.T))  # type: ignore[operator]
+    expected = function(x.double() @ gate.double().T) * (x.double() @ up.double().T)  # type: ignore[operator]
+    torch.testing.assert_close(out, expected.float(), rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="relu"):
         KERNELS.gate_up(Prepared(x), weight, "relu")
 
