@@ -207,25 +207,27 @@ def test_readers_are_woken_when_the_next_step_is_planned(monkeypatch: pytest.Mon
     """So they do not want the interpreter lock while it is; where no step follows, at once."""
     told: list[str] = []
 
+    def noted(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any) -> Any:
+            told.append(name)
+            return work(*given)
+
+        return run
+
     async def test() -> None:
         engine, runner = real_engine()
-        execute = runner.execute
-
-        def executed(plan: Any) -> Any:
-            told.append("execute")
-            return execute(plan)
-
-        monkeypatch.setattr(runner, "execute", executed)
-        monkeypatch.setattr(
-            "edgellm.engine.async_engine.wake",
-            lambda queues: (told.append("wake"), wake(queues)) if queues else None,
-        )
+        monkeypatch.setattr(runner, "execute", noted("execute", runner.execute))
+        monkeypatch.setattr(engine._scheduler, "next_step", noted("plan", engine._scheduler.next_step))
+        woken = noted("wake", wake)
+        monkeypatch.setattr("edgellm.engine.async_engine.wake", lambda queues: queues and woken(queues))
         service = AsyncEngine(engine)
-        assert text_of(await collect(service.submit(request("a", 3)))) == "hel"
+        assert text_of(await collect(service.submit(request("a", 11)))) == "hello world"
         await service.aclose()
 
     run(test)
-    assert told == ["execute", "wake", "execute", "wake", "execute", "wake"]
+    assert told.count("execute") == 11 and told[-1] == "wake"
+    behind = [told[at + 1 : at + 2] for at, name in enumerate(told) if name == "wake"]
+    assert behind[:-1] == [["execute"]] * (len(behind) - 1)
 
 
 def test_events_come_while_the_answer_is_made() -> None:
