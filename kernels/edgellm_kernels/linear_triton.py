@@ -38,17 +38,18 @@ def _activate(gate, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _row_sums(
-    x, codes, high, scales, supers, zeros, row, num_blocks, groups,
+    x, codes, high, scales, supers, zeros, first_row, last_row, num_blocks, groups,
     LOW: tl.constexpr, HIGH: tl.constexpr, OFFSET: tl.constexpr, KIND: tl.constexpr,
     GROUP_BLOCKS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """x . w of ROWS rows: [ROWS] f32, added up in lanes and reduced once, in an order that never changes."""
-    lane = tl.arange(0, BLOCKS * 4)[None, :] + row[:, None] * 0
-    row = row[:, None] + lane * 0
-    total = tl.zeros([ROWS, BLOCKS * 4], tl.float32)
+    place = tl.arange(0, ROWS * BLOCKS * 4)
+    block, part = place // 4 % BLOCKS, place % 4
+    row = tl.max_constancy(tl.minimum(first_row + place // (BLOCKS * 4), last_row), BLOCKS * 4)
+    total = tl.zeros([ROWS * BLOCKS * 4], tl.float32)
     for first in range(0, num_blocks, BLOCKS):
-        mask = None if EVEN else first + lane // 4 < num_blocks
-        at = x + (first + lane // 4) * 32 + lane % 4
+        mask = None if EVEN else first + block < num_blocks
+        at = x + (first + block) * 32 + part
         x0 = take(at, mask)
         x1 = take(at + 4, mask)
         x2 = take(at + 8, mask)
@@ -58,8 +59,8 @@ def _row_sums(
         x6 = take(at + 24, mask)
         x7 = take(at + 28, mask)
         f0, f1, f2, f3, f4, f5, f6, f7, s0, s1, m0, m1 = decode_lanes(
-            codes, high, scales, supers, zeros, row, lane, first, num_blocks, groups, mask,
-            LOW, HIGH, OFFSET, KIND, GROUP_BLOCKS,
+            codes, high, scales, supers, zeros, row, first + block, part, num_blocks, groups, mask,
+            LOW, HIGH, OFFSET, KIND, GROUP_BLOCKS, True,
         )  # fmt: skip
         low = f0 * x0 + f1 * x1 + f2 * x2 + f3 * x3
         if KIND == 3 or KIND == 4:  # a scale per 16 weights
@@ -72,7 +73,7 @@ def _row_sums(
             total += m1 * (x4 + x5 + x6 + x7)
         elif KIND == 1 or KIND == 2:
             total += m0 * (x0 + x1 + x2 + x3 + x4 + x5 + x6 + x7)
-    return tl.sum(total, axis=1)
+    return tl.sum(tl.reshape(total, (ROWS, BLOCKS * 4)), axis=1)
 
 
 @triton.jit
@@ -83,18 +84,19 @@ def gemv_kernel(
     ACTIVATION: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """One row of activations: out[n] = W x + bias + add; with ACTIVATION act(W[:n] x) * (W[n:] x)."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    first_row = tl.program_id(0) * ROWS
+    row = first_row + tl.arange(0, ROWS)
     inside = row < n
     row = tl.minimum(row, n - 1)  # rows behind the last are computed again, and not stored
     total = _row_sums(
-        x, codes, high, scales, supers, zeros, row, num_blocks, groups,
+        x, codes, high, scales, supers, zeros, first_row, n - 1, num_blocks, groups,
         LOW, HIGH, OFFSET, KIND, GROUP_BLOCKS, ROWS, BLOCKS, EVEN,
     )  # fmt: skip
     if HAS_BIAS:
         total += tl.load(bias + row)
     if ACTIVATION != 0:
         up = _row_sums(
-            x, codes, high, scales, supers, zeros, row + n, num_blocks, groups,
+            x, codes, high, scales, supers, zeros, first_row + n, 2 * n - 1, num_blocks, groups,
             LOW, HIGH, OFFSET, KIND, GROUP_BLOCKS, ROWS, BLOCKS, EVEN,
         )  # fmt: skip
         if HAS_BIAS:
@@ -144,8 +146,10 @@ def dot_kernel(
     split = tl.program_id(2)
     k = num_blocks * 32
     here = tl.arange(0, BLOCKS * 4)
-    lane = here[None, :] + row[:, None] * 0
-    rows = tl.minimum(row, n - 1)[:, None] + lane * 0
+    place = tl.arange(0, ROWS * BLOCKS * 4)
+    block, part = place // 4 % BLOCKS, place % 4
+    rows = tl.program_id(0) * ROWS + place // (BLOCKS * 4)
+    rows = tl.max_constancy(tl.minimum(rows, n - 1), BLOCKS * 4)
     present = (token < tokens)[None, :]
     # NOTE: a token row behind the last is not read, but zeros.
     start = x + token.to(tl.int64)[None, :] * k + (here % 4)[:, None]
@@ -155,9 +159,12 @@ def dot_kernel(
         first_step, end_step = split * each, tl.minimum(end_step, split * each + each)
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     PRECISION: tl.constexpr = "tf32" if HALF else "tf32x3"
+    LEFT: tl.constexpr = tl.float16 if HALF else tl.float32
+    TILE: tl.constexpr = (ROWS, BLOCKS * 4)
+    HIDDEN: tl.constexpr = KIND != 1 or HIGH != 1  # Q5_1: constants let Triton decode in the dot's own layout
     for step in range(first_step, end_step):
         first = step * BLOCKS
-        mask = None if EVEN else first + lane // 4 < num_blocks
+        mask = None if EVEN else first + block < num_blocks
         seen = present if EVEN else present & ((first + here // 4)[:, None] < num_blocks)
         at = start + (first + here // 4)[:, None] * 32
         x0 = tl.load(at, mask=seen, other=0.0)
@@ -169,18 +176,17 @@ def dot_kernel(
         x6 = tl.load(at + 24, mask=seen, other=0.0)
         x7 = tl.load(at + 28, mask=seen, other=0.0)
         f0, f1, f2, f3, f4, f5, f6, f7, s0, s1, m0, m1 = decode_lanes(
-            codes, high, scales, supers, zeros, rows, lane, first, num_blocks, groups, mask,
-            LOW, HIGH, OFFSET, KIND, GROUP_BLOCKS,
+            codes, high, scales, supers, zeros, rows, first + block, part, num_blocks, groups, mask,
+            LOW, HIGH, OFFSET, KIND, GROUP_BLOCKS, HIDDEN,
         )  # fmt: skip
-        LEFT: tl.constexpr = tl.float16 if HALF else tl.float32
-        total = tl.dot((f0 * s0 + m0).to(LEFT), x0, total, input_precision=PRECISION)
-        total = tl.dot((f1 * s0 + m0).to(LEFT), x1, total, input_precision=PRECISION)
-        total = tl.dot((f2 * s0 + m0).to(LEFT), x2, total, input_precision=PRECISION)
-        total = tl.dot((f3 * s0 + m0).to(LEFT), x3, total, input_precision=PRECISION)
-        total = tl.dot((f4 * s1 + m1).to(LEFT), x4, total, input_precision=PRECISION)
-        total = tl.dot((f5 * s1 + m1).to(LEFT), x5, total, input_precision=PRECISION)
-        total = tl.dot((f6 * s1 + m1).to(LEFT), x6, total, input_precision=PRECISION)
-        total = tl.dot((f7 * s1 + m1).to(LEFT), x7, total, input_precision=PRECISION)
+        total = tl.dot(tl.reshape((f0 * s0 + m0).to(LEFT), TILE), x0, total, input_precision=PRECISION)
+        total = tl.dot(tl.reshape((f1 * s0 + m0).to(LEFT), TILE), x1, total, input_precision=PRECISION)
+        total = tl.dot(tl.reshape((f2 * s0 + m0).to(LEFT), TILE), x2, total, input_precision=PRECISION)
+        total = tl.dot(tl.reshape((f3 * s0 + m0).to(LEFT), TILE), x3, total, input_precision=PRECISION)
+        total = tl.dot(tl.reshape((f4 * s1 + m1).to(LEFT), TILE), x4, total, input_precision=PRECISION)
+        total = tl.dot(tl.reshape((f5 * s1 + m1).to(LEFT), TILE), x5, total, input_precision=PRECISION)
+        total = tl.dot(tl.reshape((f6 * s1 + m1).to(LEFT), TILE), x6, total, input_precision=PRECISION)
+        total = tl.dot(tl.reshape((f7 * s1 + m1).to(LEFT), TILE), x7, total, input_precision=PRECISION)
     if HALF:
         total *= tl.load(factors + token, mask=token < tokens, other=0.0)[None, :]
     inside = (row < n)[:, None] & present

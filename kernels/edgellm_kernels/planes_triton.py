@@ -30,15 +30,16 @@ def take(pointers, mask):
 
 
 @triton.jit
-def _steps(pair, zero):
-    """The two codes of a pair, 16 bits apart in a u32, without their zero point; f32.
+def _steps(pair, zero, SIXTEENTHS: tl.constexpr):
+    """The two codes of a pair without their zero point, f32, from the halves of a u32, which are f16.
 
-    The codes become the low bits of the mantissa of 1024 in f16. Both sides of the difference are whole
-    numbers below 2048, so it is exact.
+    Their mantissas hold the codes, so a half is 1024 + code, or with SIXTEENTHS 1024 + 16 code; ``zero`` is
+    1024 + the zero point, f16. All sums are multiples of 1/16 below 2048: exact, however they are rounded.
     """
-    pair = pair | 0x64006400
     low = (pair & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
     high = (pair >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
+    if SIXTEENTHS:
+        low, high, zero = low * 0.0625, high * 0.0625, zero - 960.0
     return (low - zero).to(tl.float32), (high - zero).to(tl.float32)
 
 
@@ -65,8 +66,8 @@ def decode_lanes(
     supers,
     zeros,
     row,
-    lane,
-    first_block,
+    block,
+    part,
     num_blocks,
     groups,
     mask,
@@ -75,62 +76,78 @@ def decode_lanes(
     OFFSET: tl.constexpr,
     KIND: tl.constexpr,
     GROUP_BLOCKS: tl.constexpr,
+    HIDDEN: tl.constexpr,
 ):
     """The eight places of lanes: codes without offset, f32, and what they are multiplied with.
 
-    ``row``, ``lane`` and ``mask`` have one shape, ``lane`` counts from ``first_block`` on. Every load goes
-    through pointers of that shape: loads of another shape would change layouts through shared memory. Returns
+    ``row``, ``block`` and ``part``, a lane's place in its block (0 to 3), and ``mask`` have one shape. Every
+    load goes through pointers of that shape, which has one dim: loads of another shape would change layouts
+    through shared memory, and so would the scales' of two dims, whose order Triton 3.6 finds another way.
+    Returns
     (f0 .. f7, s0, s1, m0, m1): places 0 to 3 are s0 f + m0, places 4 to 7 are s1 f + m1.
     """
-    block = first_block + lane // 4
-    at = row * (num_blocks * 4) + first_block * 4 + lane
+    at_block = row * num_blocks + block
+    at = at_block * 4 + part
+    # The bits of 1024 in f16, twice.
+    ones = tl.full(part.shape, 0x64006400, tl.uint32)
+    if HIDDEN:
+        # NOTE: rows are never negative, which the compiler cannot know: a number that it cannot fold stays in
+        # a register, and "and" with "or" become one instruction. So does "^" below: sums of bits that it
+        # cannot reorder.
+        ones |= (row >> 31).to(tl.uint32)
+    WIDE: tl.constexpr = LOW == 4
     if LOW == 4:
         word = take(codes + at, mask)  # u32
-        p0, p1 = word & 0x000F000F, (word >> 4) & 0x000F000F
-        p2, p3 = (word >> 8) & 0x000F000F, (word >> 12) & 0x000F000F
+        p0, p1 = (word & 0x000F000F) | ones, (word & 0x00F000F0) | ones
+        word = word >> 8
+        p2, p3 = (word & 0x000F000F) | ones, (word & 0x00F000F0) | ones
     elif LOW == 2:
         word = _apart(take(codes + at, mask), 8)  # u16
-        p0, p1 = word & 0x00030003, (word >> 2) & 0x00030003
-        p2, p3 = (word >> 4) & 0x00030003, (word >> 6) & 0x00030003
+        p0, p1 = (word & 0x00030003) | ones, ((word >> 2) & 0x00030003) | ones
+        p2, p3 = ((word >> 4) & 0x00030003) | ones, ((word >> 6) & 0x00030003) | ones
     else:
-        at_word = row * (num_blocks * 8) + block * 8 + lane % 4
+        at_word = at_block * 8 + part
         word, second = take(codes + at_word, mask), take(codes + at_word + 4, mask)  # u32
-        p0, p1 = word & 0x00FF00FF, (word >> 8) & 0x00FF00FF
-        p2, p3 = second & 0x00FF00FF, (second >> 8) & 0x00FF00FF
+        p0, p1 = (word & 0x00FF00FF) | ones, ((word >> 8) & 0x00FF00FF) | ones
+        p2, p3 = (second & 0x00FF00FF) | ones, ((second >> 8) & 0x00FF00FF) | ones
     if HIGH == 1:
         bits = _apart(take(high + at, mask), 4)  # u8
-        p0 |= (bits & 0x00010001) << LOW
-        p1 |= (bits & 0x00020002) << (LOW - 1)
-        p2 |= (bits & 0x00040004) << (LOW - 2)
-        p3 |= ((bits >> 1) & 0x00040004) << (LOW - 2)
+        p0 ^= (bits << LOW) & (0x00010001 << LOW)
+        p2 ^= (bits << (LOW - 2)) & (0x00010001 << LOW)
+        if WIDE:
+            p1 ^= (bits << 7) & 0x01000100
+            p3 ^= (bits << 5) & 0x01000100
+        else:
+            p1 ^= (bits << (LOW - 1)) & (0x00010001 << LOW)
+            p3 ^= (bits >> (3 - LOW)) & (0x00010001 << LOW)
     elif HIGH == 2:
         bits = _apart(take(high + at, mask), 8)  # u16
-        p0 |= (bits & 0x00030003) << 4
-        p1 |= (bits & 0x000C000C) << 2
-        p2 |= bits & 0x00300030
-        p3 |= (bits >> 2) & 0x00300030
+        p0 ^= (bits << 4) & 0x00300030
+        p1 ^= (bits << 6) & 0x03000300
+        p2 ^= bits & 0x00300030
+        p3 ^= (bits << 2) & 0x03000300
     if KIND == _GROUP:
         group = row * groups + block // GROUP_BLOCKS
         zero = (take(zeros + group, mask).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True)
     else:
-        zero = tl.full(lane.shape, 1024 + OFFSET, tl.float16)
-    f0, f1 = _steps(p0, zero)
-    f2, f3 = _steps(p1, zero)
-    f4, f5 = _steps(p2, zero)
-    f6, f7 = _steps(p3, zero)
-    m0 = tl.zeros(lane.shape, tl.float32)
+        zero = tl.full(part.shape, 1024 + OFFSET, tl.float16)
+    f0, f1 = _steps(p0, zero, False)
+    f2, f3 = _steps(p1, zero, WIDE)
+    f4, f5 = _steps(p2, zero, False)
+    f6, f7 = _steps(p3, zero, WIDE)
+    m0 = tl.zeros(part.shape, tl.float32)
     m1 = m0
     if KIND == _GROUP:
         s0 = take(scales + group, mask).to(tl.float32)
         s1 = s0
     elif KIND == _F16:
-        s0 = take(scales + row * num_blocks + block, mask).to(tl.float32)
+        s0 = take(scales + at_block, mask).to(tl.float32)
         s1 = s0
     elif KIND == _F16_MIN:
-        s0, m0 = _f16_pair(take(scales + row * num_blocks + block, mask))
+        s0, m0 = _f16_pair(take(scales + at_block, mask))
         s1, m1 = s0, m0
     else:
-        pair = take(scales + row * num_blocks + block, mask)  # u16
+        pair = take(scales + at_block, mask)  # u16
         at_super = row * (num_blocks // 8) + block // 8
         if KIND == _I8_HALVES:
             d = take(supers + at_super, mask).to(tl.float32)
@@ -205,19 +222,18 @@ def decode_kernel(
     BLOCKS: tl.constexpr,
 ):
     """Weights [num_rows, K] times scale: rows from ``first_row`` on, or those of ``row_ids`` where CHOSEN."""
-    place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    lane = tl.arange(0, BLOCKS * 4)[None, :] + place * 0
-    first = tl.program_id(1) * BLOCKS
-    place = place + lane * 0
-    mask = (place < num_rows) & (first + lane // 4 < num_blocks)
+    lane = tl.arange(0, ROWS * BLOCKS * 4)
+    place = tl.program_id(0) * ROWS + lane // (BLOCKS * 4)
+    block, part = tl.program_id(1) * BLOCKS + lane // 4 % BLOCKS, lane % 4
+    mask = (place < num_rows) & (block < num_blocks)
     row = first_row + place
     if CHOSEN:
         row = take(row_ids + place, mask)
     f0, f1, f2, f3, f4, f5, f6, f7, s0, s1, m0, m1 = decode_lanes(
-        codes, high, scales, supers, zeros, row.to(tl.int64), lane, first, num_blocks, groups, mask,
-        LOW, HIGH, OFFSET, KIND, GROUP_BLOCKS,
+        codes, high, scales, supers, zeros, row.to(tl.int64), block, part, num_blocks, groups, mask,
+        LOW, HIGH, OFFSET, KIND, GROUP_BLOCKS, True,
     )  # fmt: skip
-    at = out + place.to(tl.int64) * (num_blocks * 32) + (first + lane // 4) * 32 + lane % 4
+    at = out + place.to(tl.int64) * (num_blocks * 32) + block * 32 + part
     KIND_OUT: tl.constexpr = out.dtype.element_ty
     tl.store(at, ((f0 * s0 + m0) * scale).to(KIND_OUT), mask=mask)
     tl.store(at + 4, ((f1 * s0 + m0) * scale).to(KIND_OUT), mask=mask)

@@ -15,9 +15,9 @@ from tests.support.cubins import SHARED_LIMITS, Compiled, compile_call
 from tests.support.native import random_rows
 
 CEILINGS = {
-    "gemv": {"Q4_0": 5.0, "Q4_1": 5.7, "INT4": 5.5, "Q8_0": 5.0, "Q4_K": 6.2, "Q5_0": 7.0, "Q5_1": 8.1,
-             "Q5_K": 8.4, "Q6_K": 7.2, "Q3_K": 7.7, "Q2_K": 7.5},
-    "dot16": {"Q4_0": 7.0, "INT4": 7.5, "Q4_K": 8.0, "Q6_K": 9.5},
+    "gemv": {"Q4_0": 4.6, "Q4_1": 5.2, "INT4": 4.8, "Q8_0": 4.7, "Q4_K": 5.7, "Q5_0": 6.2, "Q5_1": 6.8,
+             "Q5_K": 7.3, "Q6_K": 6.5, "Q3_K": 7.2, "Q2_K": 6.7},
+    "dot16": {"Q4_0": 7.0, "INT4": 7.5, "Q4_K": 7.5, "Q6_K": 8.3},
 }  # fmt: skip
 """Instructions of the main loop per weight; forms that are not named have none."""
 
@@ -135,7 +135,7 @@ def decode_case(form: str) -> Case:
 _PAGES = {"bf16": torch.bfloat16, "f16": torch.float16, "int8": torch.int8, "f32": torch.float32}
 
 
-def attention_case(pages: str, dim: int, rows: int, exact: bool = False) -> Case:
+def attention_case(pages: str, dim: int, rows: int, exact: bool = False, sinks: bool = False) -> Case:
     from edgellm_kernels.attention_triton import attention_kernel
 
     sizes = attention_tile(rows, dim, pages == "int8", exact)
@@ -145,14 +145,15 @@ def attention_case(pages: str, dim: int, rows: int, exact: bool = False) -> Case
     pad = 1 << (dim - 1).bit_length()
     arguments = {
         "q": f, "keys": page, "values": page, "key_scales": half, "value_scales": half, "block_table": i32,
-        "block_starts": i32, "key_lengths": i32, "positions": i64, "query_starts": i32, "out": f, "peaks": f,
-        "sums": f, "table_width": 100, "num_rows": 3, "num_heads": 32, "num_kv_heads": 8, "scale": 0.1,
-        "window": 1024, "softcap": 0.0, "splits": 8, "GROUP": 4, "K_DIM": dim, "V_DIM": dim, "K_PAD": pad,
-        "V_PAD": pad, "PAGE": 16, "ROWS": sizes.rows, "KEYS": sizes.keys, "INT8_KEYS": pages == "int8",
-        "INT8_VALUES": pages == "int8", "WINDOWED": True, "CAPPED": False, "SPLIT": True,
+        "block_starts": i32, "key_lengths": i32, "positions": i64, "query_starts": i32, "sinks": f, "out": f,
+        "peaks": f, "sums": f, "table_width": 100, "num_rows": 3, "num_heads": 32, "num_kv_heads": 8,
+        "scale": 0.1, "window": 1024, "softcap": 0.0, "splits": 8, "GROUP": 4, "K_DIM": dim, "V_DIM": dim,
+        "K_PAD": pad, "V_PAD": pad, "PAGE": 16, "ROWS": sizes.rows, "KEYS": sizes.keys,
+        "INT8_KEYS": pages == "int8", "INT8_VALUES": pages == "int8",
+        "WINDOWED": True, "CAPPED": False, "SINKS": sinks, "SPLIT": True,
         "PRECISION": sizes.precision, "TABLE": 64, "num_warps": sizes.warps, "num_stages": sizes.stages,
     }  # fmt: skip
-    name = f"attention {pages} {dim} x {rows}" + (" exact" if exact else "")
+    name = f"attention {pages} {dim} x {rows}" + " exact" * exact + " sinks" * sinks
     return Case(name, attention_kernel, arguments, has_dot=sizes.precision != "ieee")
 
 
@@ -246,6 +247,8 @@ def cases(full: bool = False, simple: bool = True) -> Iterator[Case]:
     for dim in (64, 128, 256):
         for pages in ("f32", "bf16", "int8"):
             yield attention_case(pages, dim, 4, exact=True)
+    for rows in (4, 24, 512):
+        yield attention_case("bf16", 64, rows, sinks=True)
     for dim in (64, 80, 128, 256):
         yield combine_case(dim)
     yield norm_case()
