@@ -66,12 +66,13 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     plan: NativeAttentionPlan | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> Prepared:
-    """See ops.PagedAttention. int4 pages are read by the torch attention."""
+    """See ops.PagedAttention. int4 pages, and learned sink logits, are left to the torch attention."""
     plan = plan or plan_attention(batch, tables, kv.block_size)
-    if not serves(kv):
+    if not serves(kv) or sinks is not None:
         return attention_torch.paged_attention(
-            q, kv, layer, tables, batch, scale, window, softcap, plan.for_torch()
+            q, kv, layer, tables, batch, scale, window, softcap, plan.for_torch(), sinks
         )
     assert q.dtype == torch.float32 and q.is_contiguous() and q.shape[2] == kv.keys.shape[4]
     out = torch.empty((q.shape[0], q.shape[1] * kv.v_dim), dtype=torch.float32)

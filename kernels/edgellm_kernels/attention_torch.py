@@ -58,8 +58,10 @@ def _layer_pages(
 class _RunningSoftmax:
     """softmax(q k^T) v over keys that come in parts, of a few queries of one sequence."""
 
-    def __init__(self, q: torch.Tensor, shape: HeadShape, softcap: float | None) -> None:
-        """q [queries, heads, k_dim] f32, already scaled."""
+    def __init__(
+        self, q: torch.Tensor, shape: HeadShape, softcap: float | None, sinks: torch.Tensor | None
+    ) -> None:
+        """q [queries, heads, k_dim] f32, already scaled; sinks [heads] f32."""
         self.shape, self.softcap = shape, softcap
         self.queries = q.shape[0]
         self.group = shape.num_heads // shape.num_kv_heads
@@ -70,6 +72,10 @@ class _RunningSoftmax:
         self.weighted = q.new_zeros((shape.num_kv_heads, rows, shape.v_dim))
         self.total = q.new_zeros((shape.num_kv_heads, rows, 1))
         self.peak = q.new_full((shape.num_kv_heads, rows, 1), float("-inf"))
+        if sinks is not None:  # as a key without a value, seen before all others
+            by_row = sinks.float().view(shape.num_kv_heads, self.group, 1).expand(-1, -1, self.queries)
+            self.peak.copy_(by_row.reshape(shape.num_kv_heads, rows, 1))
+            self.total.copy_(self.peak != float("-inf"))
 
     def add(self, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor | None) -> None:
         """k, v [slots, kv_heads, dim]; hidden bool [queries, slots]."""
@@ -105,6 +111,7 @@ def _attend_tile(
     shape: HeadShape,
     window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention of a few queries of one sequence, the first at position ``first_query``.
 
@@ -112,7 +119,7 @@ def _attend_tile(
     """
     queries, block_size = q.shape[0], kv.block_size
     lowest, highest = first_query, first_query + queries - 1
-    softmax = _RunningSoftmax(q, shape, softcap)
+    softmax = _RunningSoftmax(q, shape, softcap, sinks)
     keys, values = _layer_pages(kv, layer)
     staged = sequence.staged
     spans = None
@@ -170,6 +177,7 @@ def _attend_joined(
     scratch: Scratch,
     shape: HeadShape,
     softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention of several sequences with equally many queries.
 
@@ -201,8 +209,14 @@ def _attend_joined(
     by_query = scores.view(shape.num_kv_heads, sequences, group, queries, -1)
     by_query.masked_fill_(joined.hidden[:, None], float("-inf"))
     peak = scores.amax(-1, keepdim=True)
+    if sinks is not None:
+        by_row = sinks.float().view(shape.num_kv_heads, 1, group, 1).expand(-1, -1, -1, queries)
+        by_row = by_row.reshape(shape.num_kv_heads, 1, group * queries, 1)
+        peak = torch.maximum(peak, by_row)
     scores = scores.sub_(peak.masked_fill_(peak == float("-inf"), 0.0)).exp_()
     total = scores.sum(-1, keepdim=True)
+    if sinks is not None:
+        total += (by_row - peak).exp()
     weighted = q.new_empty((shape.num_kv_heads, sequences, group * queries, shape.v_dim))
     for head in range(shape.num_kv_heads):
         torch.bmm(scores[head], v[:, :, head], out=weighted[head])
@@ -221,6 +235,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     plan: TorchAttentionPlan | None = None,
+    sinks: torch.Tensor | None = None,
     *,
     dtype: torch.dtype = torch.float32,
 ) -> Prepared:
@@ -235,14 +250,23 @@ def paged_attention(
         q = hadamard(q)
     joined, alone = plan.split(window, shape.num_kv_heads * max(shape.k_dim, shape.v_dim))
     for group in joined:
-        out[group.rows] = _attend_joined(q[group.rows], kv, layer, group, plan.scratch, shape, softcap)
+        out[group.rows] = _attend_joined(q[group.rows], kv, layer, group, plan.scratch, shape, softcap, sinks)
     tile = max(1, min(_MAX_TILE_QUERIES, _SCORE_ELEMENTS // (num_heads * 256)))
     for sequence in alone:
         for start in range(sequence.first_row, sequence.last_row, tile):
             rows = slice(start, min(start + tile, sequence.last_row))
             first_query = sequence.lowest + start - sequence.first_row
             out[rows] = _attend_tile(
-                q[rows], batch.positions[rows], first_query, kv, layer, sequence, shape, window, softcap
+                q[rows],
+                batch.positions[rows],
+                first_query,
+                kv,
+                layer,
+                sequence,
+                shape,
+                window,
+                softcap,
+                sinks,
             )
     if kv.rotates_values:
         out = hadamard(out.view(tokens, num_heads, shape.v_dim)).view(tokens, -1)

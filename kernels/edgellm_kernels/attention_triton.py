@@ -30,12 +30,12 @@ def _kv_tile(pages, scales, row, element, seen, DIM: tl.constexpr, INT8: tl.cons
 @triton.jit(do_not_specialize=("table_width", "num_rows", "splits"))
 def attention_kernel(
     q, keys, values, key_scales, value_scales, block_table, block_starts, key_lengths, positions,
-    query_starts, out, peaks, sums, table_width, num_rows, num_heads, num_kv_heads, scale, window, softcap,
-    splits,
+    query_starts, sinks, out, peaks, sums, table_width, num_rows, num_heads, num_kv_heads, scale, window,
+    softcap, splits,
     GROUP: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_PAD: tl.constexpr, V_PAD: tl.constexpr,
     PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, INT8_KEYS: tl.constexpr,
-    INT8_VALUES: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr,
-    PRECISION: tl.constexpr, TABLE: tl.constexpr,
+    INT8_VALUES: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    SPLIT: tl.constexpr, PRECISION: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows (query, head of a GQA group) of a sequence, over one split of its visible blocks.
 
@@ -75,6 +75,10 @@ def attention_kernel(
         q_tile = tl.load(q_at, mask=present[:, None] & (element < K_DIM)[None, :], other=0.0) * scale
         peak = tl.full([ROWS], float("-inf"), tl.float32)
         sum_ = tl.zeros([ROWS], tl.float32)
+        if SINKS:  # a key without a value, which only the first split sees
+            sink = tl.load(sinks + head, mask=present, other=float("-inf")).to(tl.float32)
+            peak = tl.where(split == 0, sink * 1.4426950408889634, peak)
+            sum_ = tl.where(peak == float("-inf"), 0.0, 1.0)
         total = tl.zeros([ROWS, V_PAD], tl.float32)
         v_element = tl.arange(0, V_PAD)
         for step in range(split * each, tl.minimum(steps, split * each + each)):
@@ -178,12 +182,15 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     plan: TorchAttentionPlan | None = None,
+    sinks: torch.Tensor | None = None,
     *,
     dtype: torch.dtype = torch.float32,
 ) -> Prepared:
     """See ops.PagedAttention. int4 pages are read by torch; f32 compute takes three tf32 products for one."""
     if kv.has_int4:
-        return attention_torch.paged_attention(q, kv, layer, tables, batch, scale, window, softcap, plan)
+        return attention_torch.paged_attention(
+            q, kv, layer, tables, batch, scale, window, softcap, plan, sinks
+        )
     tokens, num_heads, k_dim = q.shape
     keys, values = kv.keys[layer], kv.values[layer]
     num_kv_heads, v_dim = keys.shape[2], kv.v_dim
@@ -212,6 +219,7 @@ def paged_attention(
         key_lengths=tables.key_lengths,
         positions=batch.positions,
         query_starts=batch.query_starts,
+        sinks=parts if sinks is None else sinks.contiguous(),
         out=parts,
         peaks=peaks,
         sums=sums,
@@ -235,6 +243,7 @@ def paged_attention(
         INT8_VALUES=values.dtype == torch.int8,
         WINDOWED=window is not None,
         CAPPED=softcap is not None,
+        SINKS=sinks is not None,
         SPLIT=splits > 1,
         PRECISION=sizes.precision,
         TABLE=64,

@@ -148,6 +148,7 @@ class PagedAttention(Protocol):
         window: int | None = None,
         softcap: float | None = None,
         plan: Any = None,
+        sinks: torch.Tensor | None = None,
     ) -> Prepared:
         """softmax(softcap(q k^T * scale)) v over the stored keys a query may see: [tokens, heads * v_dim].
 
@@ -155,6 +156,9 @@ class PagedAttention(Protocol):
         blocks, those of its own prefill chunk included: they too are read from ``kv``. A query that sees none
         gives zeros, and so do rows behind the last sequence. Cost follows the live blocks; scratch does not
         grow with queries * keys. ``plan`` is what plan_attention gave for these tables; None makes one.
+        ``sinks``: f32 [heads], a learned logit per head (neither scaled nor capped) that joins the softmax of
+        every row and has no value: weights then sum to less than 1. Kept sink tokens are something else: keys
+        that stay in the table.
         """
         ...
 

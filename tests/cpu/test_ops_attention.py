@@ -13,7 +13,7 @@ import torch
 
 from edgellm_kernels import attention_plan_torch, attention_torch
 from edgellm_kernels.batch import ForwardBatch, GroupTables, KVStorage
-from edgellm_kernels.ops import load_kernels
+from edgellm_kernels.ops import load_kernels, native_missing
 
 KERNELS = load_kernels("cpu", preferred="torch")
 
@@ -100,8 +100,9 @@ def dense(
     window: int | None = None,
     softcap: float | None = None,
     block_size: int = 4,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The definition, query by query in f64."""
+    """The definition, query by query in f64. A sink is one more score, whose weight goes nowhere."""
     out, row = [], 0
     for sequence, k, v in zip(sequences, keys, values, strict=True):
         group = q.shape[1] // k.shape[1]
@@ -115,7 +116,10 @@ def dense(
             scores = torch.einsum("hd,phd->hp", q[row].double(), k[seen]) * scale
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
-            out.append(torch.einsum("hp,phd->hd", scores.softmax(-1), v[seen]).flatten())
+            if sinks is not None:
+                scores = torch.cat((scores, sinks.double()[:, None]), dim=1)
+            weights = scores.softmax(-1)[:, : len(seen)]
+            out.append(torch.einsum("hp,phd->hd", weights, v[seen]).flatten())
             row += 1
     return torch.stack(out).float()
 
@@ -144,6 +148,28 @@ def test_ragged_batches(heads: tuple[int, int], window: int | None, order: str) 
     q = torch.randn((len(batch.positions), num_heads, 16))
     expected = dense(q, RAGGED, keys, values, 0.25, window)
     torch.testing.assert_close(attend(batch, kv, q, window), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("preferred", ["torch", "native"])
+@pytest.mark.parametrize("window", [None, 5])
+def test_learned_sinks_join_the_softmax(preferred: str, window: int | None) -> None:
+    """A logit per head: small, usual, far above all scores, or none; also where no key is seen."""
+    if preferred == "native" and native_missing():
+        pytest.skip(native_missing())
+    sequences = [Sequence(30, 2, dropped={1, 2}), Sequence(13, 13), Sequence(9, 1), Sequence(7, 1)]
+    sinks = torch.tensor([-3.0, 0.5, 90.0, float("-inf")])
+    batch, kv, keys, values = make_batch(sequences)
+    q = torch.randn((len(batch.positions) + 1, 4, 16))
+    attend_here = load_kernels("cpu", preferred=preferred).paged_attention
+    for softcap in (None, 2.0):
+        got = attend_here(q, kv, 1, batch.groups[0], batch, 0.25, window, softcap, sinks=sinks).values
+        expected = dense(q[:-1], sequences, keys, values, 0.25, window, softcap, sinks=sinks)
+        torch.testing.assert_close(got[:-1], expected, rtol=1e-4, atol=1e-5)
+        assert not got[-1].any() and float(got[:, 32:48].abs().max()) < 1e-20
+    gone = [Sequence(12, 4, dropped={0, 1, 2})]
+    batch, kv, _, _ = make_batch(gone)
+    nothing = attend_here(q[:4], kv, 1, batch.groups[0], batch, 0.25, sinks=sinks).values
+    assert not nothing.any()
 
 
 @pytest.mark.parametrize("dims", [(16, 8), (8, 24)])

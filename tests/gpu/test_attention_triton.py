@@ -10,7 +10,7 @@ import torch
 
 from edgellm_kernels import attention_torch, attention_triton
 from edgellm_kernels.attention_triton import num_splits
-from edgellm_kernels.batch import KVStorage
+from edgellm_kernels.batch import ForwardBatch, GroupTables, KVStorage
 from edgellm_kernels.operands import HeadShape
 from tests.support.native_cases import PagedStories, Story
 
@@ -27,6 +27,8 @@ def check(stories: PagedStories, device: torch.device, padding: int = 0, **optio
     q, batch, tables = stories.batch(None, padding)
     scale = 1 / math.sqrt(q.shape[2])
     expected = attention_torch.paged_attention(q, stories.kv, 1, tables, batch, scale, **options).values
+    if "sinks" in options:
+        options["sinks"] = options["sinks"].to(device)
     parts = (stories.kv.keys, stories.kv.values, stories.kv.key_scales, stories.kv.value_scales)
     kv = KVStorage(*(None if part is None else part.to(device) for part in parts))  # type: ignore[arg-type]
     fields = {
@@ -61,6 +63,41 @@ def test_ragged_batches(
     """Decoding rows, drafts and prompts side by side, split over keys; free slots hold NaN."""
     stories = MIXED if heads[2] == 112 else [MIXED[0], MIXED[4]]
     check(PagedStories(stories, HeadShape(*heads), kv_type), device, padding=2, **options)
+
+
+@pytest.mark.parametrize("heads", [(6, 2, 64, 64), (4, 1, 80, 96)], ids=str)
+def test_learned_sinks(heads: tuple[int, int, int, int], device: torch.device) -> None:
+    """Split over keys (600 of them), in one split, and in tiles of a prompt; heads without a sink beside."""
+    sinks = torch.tensor([-2.0, float("-inf"), 40.0, 0.0, 3.0, 1.0])[: heads[0]]
+    shape = HeadShape(*heads)
+    for stories in (
+        [Story(600, 2, frozenset({3}), seed=1), Story(1, 1, seed=2)],
+        [Story(40, 20), Story(9, 1)],
+    ):
+        paged = PagedStories(stories, shape, ("f16", "int8"))
+        with_sinks = check(paged, device, padding=1, window=300, sinks=sinks)
+        without = check(paged, device, padding=1, window=300)
+        both = (part.view(part.shape[0], heads[0], -1)[:, 1] for part in (with_sinks, without))
+        torch.testing.assert_close(*both)
+        assert float((with_sinks - without).abs().max()) > 0.1
+
+
+def test_a_sink_is_a_score_without_a_value(device: torch.device) -> None:
+    """By hand: one query, three keys, softmax over four scores of which the last has the value zero."""
+    k, v, q = torch.randn(3, 16), torch.randn(3, 16), torch.randn(1, 16)
+    sink = torch.tensor([0.7])
+    weights = torch.cat((q.double() @ k.double().T / 4, sink.double()[None]), dim=1).softmax(1)[:, :3]
+    pages = torch.full((2, 1, 1, 4, 1, 16), float("nan"))
+    pages[0, 0, 0, :3, 0], pages[1, 0, 0, :3, 0] = k, v
+    one = torch.ones(1, dtype=torch.int32, device=device)
+    tables = GroupTables(one[:, None] - 1, one[:, None] - 1, one.long() - 1, 3 * one)
+    starts = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    batch = ForwardBatch(one.long(), 2 * one.long(), starts, one.long() - 1, 1, 3, (tables,))
+    kv = KVStorage(pages[0].to(device), pages[1].to(device))
+    got = attention_triton.paged_attention(
+        q[:, None].to(device), kv, 0, tables, batch, 0.25, sinks=sink.to(device)
+    )
+    torch.testing.assert_close(got.values.cpu().double(), weights @ v.double(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 64])
