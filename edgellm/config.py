@@ -78,11 +78,11 @@ SETTINGS = (
     Setting(
         "activations",
         "choice",
-        "Precision of activations in linears: f32 (exact) or 16-bit integers (int16, native kernels); auto "
-        "is int16 where the kernels have it.",
+        "Precision of activations in linears: f32 (exact), 16-bit integers (int16; on a GPU 15 bits, of "
+        "single rows) or 8-bit ones (int8, of single rows on a GPU only); auto is int16 in the native "
+        "kernels, else exact.",
         "auto",
-        ("auto", "exact", "int16"),
-        ("int8",),
+        ("auto", "exact", "int16", "int8"),
     ),
     Setting(
         "kv_dtype",

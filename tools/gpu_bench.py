@@ -68,26 +68,28 @@ def main() -> None:
     target = torch.empty_like(source)
     copy = 2 * source.nbytes / milliseconds(lambda turn: target.copy_(source)) / 1e6
     results = []
-    print(f"copy {copy:.0f} GB/s\n{'form':6} {'N x K':>14} {'rows':>4} {'us':>8} {'GB/s':>7} {'of copy':>7}")
+    print(f"copy {copy:.0f} GB/s\n{'form':10} {'N x K':>14} {'rows':>4} {'us':>8} {'GB/s':>7} {'of copy':>7}")
     for form in ("Q4_0", "Q4_K", "Q6_K", "Q8_0"):
         for n, k in SHAPES if form == "Q4_0" else SHAPES[:1]:
             one = random_planes(form, n, k)
             # More copies than the second-level cache holds four times over: no call finds its weight there.
             copies = 1 + 4 * properties.L2_cache_size // one.nbytes
             weights = [one, *(random_planes(form, n, k) for _ in range(copies))]
-            for rows in ROWS if form == "Q4_0" else ROWS[:1]:
+            cases = [(rows, "exact") for rows in (ROWS if form == "Q4_0" else ROWS[:1])]
+            for rows, activations in (*cases, (1, "int8"), (1, "int16")):
+                name = form if activations == "exact" else f"{form} {activations}"
                 x = Prepared(torch.randn(rows, k, device="cuda"))
                 taken = milliseconds(
-                    lambda turn, x=x, weights=weights: linear(
-                        x, weights[turn % len(weights)], dtype=torch.bfloat16
+                    lambda turn, x=x, weights=weights, activations=activations: linear(
+                        x, weights[turn % len(weights)], dtype=torch.bfloat16, activations=activations
                     )
                 )
                 speed = one.nbytes / taken / 1e6
                 results.append(
-                    {"form": form, "n": n, "k": k, "rows": rows, "us": taken * 1e3, "of_copy": speed / copy}
+                    {"form": name, "n": n, "k": k, "rows": rows, "us": taken * 1e3, "of_copy": speed / copy}
                 )
                 print(
-                    f"{form:6} {n:>6} x {k:>5} {rows:>4} {taken * 1e3:8.1f} {speed:7.0f} {speed / copy:7.2f}"
+                    f"{name:10} {n:>6} x {k:>5} {rows:>4} {taken * 1e3:8.1f} {speed:7.0f} {speed / copy:7.2f}"
                 )
     report = {"gpu": properties.name, "torch": torch.__version__, "copy_gb_per_s": copy, "linears": results}
     Path(sys.argv[1]).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -115,6 +115,15 @@ def _device() -> Iterator[Finding]:
         yield Finding(f"cuda:{index}", OK, f"{name}, compute capability {capability}, {memory}")
 
 
+def _activations(linears: str) -> str:
+    """What --activations can be, by the phrase on what runs the linears."""
+    if linears.startswith("native"):
+        return "int16 (16-bit integers); exact on request"
+    if linears.startswith("triton"):
+        return "exact; on request int16 (15 bits) or int8 for single rows, both rounded by 32"
+    return "exact, nothing else"
+
+
 def _kernels() -> Iterator[Finding]:
     import torch
 
@@ -122,8 +131,10 @@ def _kernels() -> Iterator[Finding]:
     from edgellm_kernels.registry import explain
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    for op, phrase in explain(device).items():
+    explained = explain(device)
+    for op, phrase in explained.items():
         yield Finding(f"kernel {op}", OK, f"{phrase} on {device}")
+    yield Finding("activations", OK, _activations(explained["linear"]))
     library = native_library.load_library()
     if library is None:
         reason = native_library.why_missing()

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from edgellm_kernels import linear_torch
 from edgellm_kernels.gpu_configs import configurations, dot_sizes, kernel_for_rows, sizes_of, splits_of_k
+from edgellm_kernels.int_gemv_triton import PRECISIONS, int_gemv
 from edgellm_kernels.operands import Prepared
 from edgellm_kernels.planes_triton import decode, decode_lanes, gpu_name, plane_arguments, take
 from edgellm_kernels.weights import (
@@ -322,7 +323,12 @@ def _finish(out: torch.Tensor, weight: HeldPart, add: torch.Tensor | None) -> No
 
 
 def _multiply(
-    x: torch.Tensor, weight: HeldPart, out: torch.Tensor, add: torch.Tensor | None, dtype: torch.dtype
+    x: torch.Tensor,
+    weight: HeldPart,
+    out: torch.Tensor,
+    add: torch.Tensor | None,
+    dtype: torch.dtype,
+    activations: str,
 ) -> None:
     """out[...] = x @ weight.T + bias + add."""
     if not isinstance(weight, PlaneWeight):
@@ -333,7 +339,9 @@ def _multiply(
     if weight.order is not None:
         x = x.index_select(1, weight.order)
     kernel = kernel_for_rows(x.shape[0])
-    if kernel == "gemv":
+    if kernel == "gemv" and activations in PRECISIONS:
+        int_gemv(x, weight, out, add, activations)
+    elif kernel == "gemv":
         _gemv(x, weight, out, add, "")
     elif kernel == "dense":
         _dense(x, weight, out, dtype)
@@ -343,7 +351,11 @@ def _multiply(
 
 
 def _product(
-    x: Prepared, weight: LinearWeight, dtype: torch.dtype, add: torch.Tensor | None = None
+    x: Prepared,
+    weight: LinearWeight,
+    dtype: torch.dtype,
+    activations: str,
+    add: torch.Tensor | None = None,
 ) -> torch.Tensor:
     values = x.values.float().contiguous()
     out = torch.empty((x.num_tokens, weight.shape[0]), dtype=torch.float32, device=values.device)
@@ -352,32 +364,45 @@ def _product(
     for part in parts:
         columns = slice(start, start + part.shape[0])
         if x.num_tokens:
-            _multiply(values, part, out[:, columns], None if add is None else add[:, columns], dtype)
+            part_add = None if add is None else add[:, columns]
+            _multiply(values, part, out[:, columns], part_add, dtype, activations)
         start = columns.stop
     return out
 
 
 def linear(
-    x: Prepared, weight: LinearWeight, add: torch.Tensor | None = None, *, dtype: torch.dtype = torch.float32
+    x: Prepared,
+    weight: LinearWeight,
+    add: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    activations: str = "exact",
 ) -> torch.Tensor:
-    """See ops.Linear. One row is computed in f32, more in ``dtype``'s operands with f32 sums."""
-    return _product(x, weight, dtype, add)
+    """See ops.Linear. One row is computed in f32, or where ``activations`` is int8 or int16 in integers over
+    weights in planes; more rows in ``dtype``'s operands with f32 sums.
+    """
+    return _product(x, weight, dtype, activations, add)
 
 
 def gate_up(
-    x: Prepared, weight: LinearWeight, activation: str, *, dtype: torch.dtype = torch.float32
+    x: Prepared,
+    weight: LinearWeight,
+    activation: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    activations: str = "exact",
 ) -> Prepared:
-    """See ops.GateUp. One row is one launch where gate and up have one form."""
+    """See ops.GateUp. One row is one launch where gate and up have one form and activations are exact."""
     if activation not in ("silu", "gelu_tanh"):
         raise ValueError(f"activation must be silu or gelu_tanh, not {activation!r}")
     n = weight.shape[0] // 2
     out = torch.empty((x.num_tokens, n), dtype=torch.float32, device=x.values.device)
-    if x.num_tokens == 1 and isinstance(weight, PlaneWeight):
+    if x.num_tokens == 1 and isinstance(weight, PlaneWeight) and activations == "exact":
         values = x.values.float().contiguous()
         values = values if weight.order is None else values.index_select(1, weight.order)
         _gemv(values, weight, out, None, activation)
         return Prepared(out)
-    both = _product(x, weight, dtype)
+    both = _product(x, weight, dtype, activations)
     if x.num_tokens:
         gate_kernel[(x.num_tokens, triton.cdiv(n, 1024))](
             both, out, n, ACTIVATION=_ACTIVATIONS[activation], BLOCK=1024
@@ -386,10 +411,15 @@ def gate_up(
 
 
 def lm_head(
-    x: Prepared, weight: LinearWeight, softcap: float | None = None, *, dtype: torch.dtype = torch.float32
+    x: Prepared,
+    weight: LinearWeight,
+    softcap: float | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    activations: str = "exact",
 ) -> torch.Tensor:
     """See ops.LmHead."""
-    return linear_torch.soft_cap(_product(x, weight, dtype), softcap)
+    return linear_torch.soft_cap(_product(x, weight, dtype, activations), softcap)
 
 
 def embed(

@@ -177,7 +177,8 @@ class Kernels:
     dtype: torch.dtype
     """What linears compute in; norms, rope and attention compute in f32."""
     activations: str
-    """What linears multiply weights with: exact (the compute type itself) or int16 (native kernels)."""
+    """What linears multiply weights with: exact (the compute type itself), int16 (native kernels; on a GPU
+    two terms of 8 bits, of single rows) or int8 (on a GPU, of single rows)."""
     chosen: Mapping[str, str]
     """Op -> backend."""
     embed: Embed
@@ -196,7 +197,7 @@ def native_missing() -> str:
     return why_missing()
 
 
-ACTIVATIONS = ("auto", "exact", "int16")
+ACTIVATIONS = ("auto", "exact", "int16", "int8")
 _LINEAR_OPS = ("linear", "gate_up", "lm_head")
 
 
@@ -208,9 +209,10 @@ def load_kernels(
 ) -> Kernels:
     """Choose every op's implementation for a device and compute type.
 
-    ``preferred``: auto, torch, triton or native. ``activations``: exact, int16 (16-bit integers with a scale
-    per 32, native kernels only) or auto: int16 where the kernels have it. Raises KernelUnavailableError,
-    naming the op or the precision and what there is.
+    ``preferred``: auto, torch, triton or native. ``activations``: exact, int16 (integers with a scale per 32:
+    of 16 bits in the native kernels, of 15 in the Triton GEMV), int8 (the Triton GEMV only) or auto: int16
+    in the native kernels, else exact. Raises KernelUnavailableError, naming the op or the precision and what
+    there is.
     """
     chosen = {op: choose(op, device, dtype, preferred) for op in OPS}
     precision = _precision(chosen["linear"].backend, activations)
@@ -222,7 +224,7 @@ def load_kernels(
         if chosen[op].backend == "native":
             functions[op] = partial(functions[op], exact=precision == "exact")
         elif chosen[op].backend == "triton":
-            functions[op] = partial(functions[op], dtype=dtype)
+            functions[op] = partial(functions[op], dtype=dtype, activations=precision)
     if chosen["paged_attention"].backend == "triton":
         functions["paged_attention"] = partial(functions["paged_attention"], dtype=dtype)
     backends = {op: implementation.backend for op, implementation in chosen.items()}
@@ -232,15 +234,22 @@ def load_kernels(
 
 
 def _precision(backend: str, activations: str) -> str:
-    """exact or int16. KernelUnavailableError for what the linears of this backend do not have."""
+    """exact, int16 or int8. KernelUnavailableError for what the linears of this backend do not have."""
     if activations not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         raise KernelUnavailableError(f"activations cannot be {activations!r}: choose {known}")
+    if backend == "triton":
+        return "exact" if activations == "auto" else activations
+    if activations == "int8":
+        raise KernelUnavailableError(
+            f"int8 activations need the triton kernels on a GPU, and {backend} kernels compute here: "
+            "choose activations auto, exact or int16"
+        )
     if backend == "native":
         return "exact" if activations == "exact" else "int16"
     if activations == "int16":
         raise KernelUnavailableError(
-            f"int16 activations need the native kernels, and {backend} kernels compute here: "
+            f"int16 activations need the native or triton kernels, and {backend} kernels compute here: "
             "choose activations auto or exact"
         )
     return "exact"

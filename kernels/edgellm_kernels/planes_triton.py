@@ -59,6 +59,41 @@ def _apart(word, BITS: tl.constexpr):
 
 
 @triton.jit
+def block_scales(
+    scales, supers, row, block, at_block, num_blocks, groups, mask, KIND: tl.constexpr,
+    GROUP_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """(s0, s1, m0, m1) of lanes, f32: see decode_lanes."""
+    m0 = tl.zeros(block.shape, tl.float32)
+    m1 = m0
+    if KIND == _GROUP:
+        s0 = take(scales + row * groups + block // GROUP_BLOCKS, mask).to(tl.float32)
+        s1 = s0
+    elif KIND == _F16:
+        s0 = take(scales + at_block, mask).to(tl.float32)
+        s1 = s0
+    elif KIND == _F16_MIN:
+        s0, m0 = _f16_pair(take(scales + at_block, mask))
+        s1, m1 = s0, m0
+    else:
+        pair = take(scales + at_block, mask)  # u16
+        at_super = row * (num_blocks // 8) + block // 8
+        if KIND == _I8_HALVES:
+            d = take(supers + at_super, mask).to(tl.float32)
+            s0 = d * pair.to(tl.uint8).to(tl.int8, bitcast=True).to(tl.float32)
+            s1 = d * (pair >> 8).to(tl.uint8).to(tl.int8, bitcast=True).to(tl.float32)
+        else:
+            d, dmin = _f16_pair(take(supers + at_super, mask))
+            if KIND == _U8_MIN:
+                s0, m0 = d * (pair & 255).to(tl.float32), -(dmin * (pair >> 8).to(tl.float32))
+                s1, m1 = s0, m0
+            else:
+                s0, m0 = d * (pair & 15).to(tl.float32), -(dmin * ((pair >> 4) & 15).to(tl.float32))
+                s1, m1 = d * ((pair >> 8) & 15).to(tl.float32), -(dmin * (pair >> 12).to(tl.float32))
+    return s0, s1, m0, m1
+
+
+@triton.jit
 def decode_lanes(
     codes,
     high,
@@ -135,32 +170,9 @@ def decode_lanes(
     f2, f3 = _steps(p1, zero, WIDE)
     f4, f5 = _steps(p2, zero, False)
     f6, f7 = _steps(p3, zero, WIDE)
-    m0 = tl.zeros(part.shape, tl.float32)
-    m1 = m0
-    if KIND == _GROUP:
-        s0 = take(scales + group, mask).to(tl.float32)
-        s1 = s0
-    elif KIND == _F16:
-        s0 = take(scales + at_block, mask).to(tl.float32)
-        s1 = s0
-    elif KIND == _F16_MIN:
-        s0, m0 = _f16_pair(take(scales + at_block, mask))
-        s1, m1 = s0, m0
-    else:
-        pair = take(scales + at_block, mask)  # u16
-        at_super = row * (num_blocks // 8) + block // 8
-        if KIND == _I8_HALVES:
-            d = take(supers + at_super, mask).to(tl.float32)
-            s0 = d * pair.to(tl.uint8).to(tl.int8, bitcast=True).to(tl.float32)
-            s1 = d * (pair >> 8).to(tl.uint8).to(tl.int8, bitcast=True).to(tl.float32)
-        else:
-            d, dmin = _f16_pair(take(supers + at_super, mask))
-            if KIND == _U8_MIN:
-                s0, m0 = d * (pair & 255).to(tl.float32), -(dmin * (pair >> 8).to(tl.float32))
-                s1, m1 = s0, m0
-            else:
-                s0, m0 = d * (pair & 15).to(tl.float32), -(dmin * ((pair >> 4) & 15).to(tl.float32))
-                s1, m1 = d * ((pair >> 8) & 15).to(tl.float32), -(dmin * (pair >> 12).to(tl.float32))
+    s0, s1, m0, m1 = block_scales(
+        scales, supers, row, block, at_block, num_blocks, groups, mask, KIND, GROUP_BLOCKS
+    )
     return f0, f1, f2, f3, f4, f5, f6, f7, s0, s1, m0, m1
 
 

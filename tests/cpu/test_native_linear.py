@@ -224,10 +224,12 @@ def test_the_native_kernels_are_chosen_and_named() -> None:
     assert {chosen.chosen[op] for op in ("linear", "gate_up", "lm_head", "embed")} == {"native"}
     assert chosen.activations == "int16" and load_kernels(activations="exact").activations == "exact"
     assert load_kernels(preferred="torch").activations == "exact"
-    with pytest.raises(KernelUnavailableError, match="int16 activations need the native kernels"):
+    with pytest.raises(KernelUnavailableError, match="int16 activations need the native or triton kernels"):
         load_kernels(preferred="torch", activations="int16")
-    with pytest.raises(KernelUnavailableError, match="activations cannot be 'int8'"):
+    with pytest.raises(KernelUnavailableError, match="int8 activations need the triton kernels on a GPU"):
         load_kernels(activations="int8")
+    with pytest.raises(KernelUnavailableError, match="activations cannot be 'int4'"):
+        load_kernels(activations="int4")
     packed = prepare(DenseWeight(torch.randn(8, 32)), hold="native")
     with pytest.raises(TypeError, match="packed for the native kernels"):
         linear_torch(Prepared(torch.randn(1, 32)), packed)

@@ -19,7 +19,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize(
     ("name", "fewest"),
-    [("linear", 20), ("fused", 10), ("attention", 10), ("decoder", 1), ("decode_graphs", 1), ("sampling", 6)],
+    [
+        ("linear", 20),
+        ("int_gemv", 25),
+        ("fused", 10),
+        ("attention", 10),
+        ("decoder", 1),
+        ("decode_graphs", 1),
+        ("sampling", 6),
+    ],
 )
 def test_in_the_interpreter(name: str, fewest: int) -> None:
     """Every test runs and passes; none is skipped."""

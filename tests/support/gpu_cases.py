@@ -17,6 +17,8 @@ from tests.support.native import random_rows
 CEILINGS = {
     "gemv": {"Q4_0": 4.6, "Q4_1": 5.2, "INT4": 4.8, "Q8_0": 4.7, "Q4_K": 5.7, "Q5_0": 6.2, "Q5_1": 6.8,
              "Q5_K": 7.3, "Q6_K": 6.5, "Q3_K": 7.2, "Q2_K": 6.7},
+    "int_gemv": {"Q4_0": 2.0, "Q4_1": 2.1, "INT4": 2.1, "Q8_0": 2.1, "Q4_K": 2.6, "Q5_0": 3.2, "Q5_1": 3.4,
+                 "Q5_K": 3.8, "Q2_K": 4.1, "Q6_K": 4.9, "Q3_K": 5.5},
     "dot16": {"Q4_0": 7.0, "INT4": 7.5, "Q4_K": 7.5, "Q6_K": 8.3},
 }  # fmt: skip
 """Instructions of the main loop per weight; forms that are not named have none."""
@@ -34,6 +36,7 @@ class Case:
     ceiling: float = 0.0
     is_gemv: bool = False
     has_dot: bool = False
+    has_dot4: bool = False
 
     def compile(self, architecture: int) -> Compiled:
         return compile_call(self.kernel, self.arguments, architecture)
@@ -53,6 +56,8 @@ def faults(case: Case, compiled: Compiled, architecture: int) -> list[str]:
         found.append(f"{compiled.shared_bytes} bytes of shared memory")
     if case.has_dot and not compiled.count("HMMA", "HGMMA", "WGMMA"):
         found.append("no tensor-core instruction")
+    if case.has_dot4 and not compiled.loops[0].count("IDP"):
+        found.append("no product of four bytes")
     per_weight = case.instructions_per_weight(compiled)
     if case.ceiling and per_weight is not None and per_weight > case.ceiling:
         found.append(f"{per_weight:.2f} instructions per weight, at most {case.ceiling}")
@@ -96,6 +101,36 @@ def gemv_case(form: str, activation: int = 0) -> Case:
     ceiling = CEILINGS["gemv"].get(form, 0.0) * (1.05 if activation else 1.0)
     name = f"gemv {form}" + (" gate" if activation else "")
     return Case(name, gemv_kernel, arguments, per_thread, ceiling, is_gemv=True)
+
+
+def int_gemv_case(form: str, fine: bool = False) -> Case:
+    from edgellm_kernels.int_gemv_triton import int_gemv_kernel, keeps_halves
+    from edgellm_kernels.planes_triton import plane_arguments
+
+    planes, constants = plane_arguments(weight(form))
+    sizes = sizes_of(configurations(), "gemv", form)
+    f, x = torch.empty(4096), torch.empty(1024, dtype=torch.int32)
+    arguments = {
+        "x": x, "fine": x, "x_scales": f, "bias": f, "add": f, "out": f, "n": 4096, **planes, **constants,
+        "HAS_BIAS": False, "HAS_ADD": True, "ROWS": sizes["rows"], "BLOCKS": sizes["blocks"], "EVEN": True,
+        "HALVES": keeps_halves(constants), "FINE": fine, "ASM": True, "num_warps": sizes["warps"],
+        "num_stages": 1,
+    }  # fmt: skip
+    per_thread = sizes["rows"] * sizes["blocks"] / sizes["warps"]
+    name = f"int_gemv {form}" + (" int16" if fine else "")
+    ceiling = 0.0 if fine else CEILINGS["int_gemv"].get(form, 0.0)
+    return Case(name, int_gemv_kernel, arguments, per_thread, ceiling, is_gemv=True, has_dot4=True)
+
+
+def quantize_case(fine: bool) -> Case:
+    from edgellm_kernels.int_gemv_triton import quantize_kernel
+
+    f, x = torch.empty(64), torch.empty(64, dtype=torch.int8)
+    arguments = {
+        "x": f, "coarse": x, "fine": x, "scales": f, "num_blocks": 128, "HALVES": True, "FINE": fine,
+        "BLOCKS": 32,
+    }  # fmt: skip
+    return Case("quantize" + " int16" * fine, quantize_kernel, arguments)
 
 
 def dot_case(form: str, kernel: str, half: bool = True) -> Case:
@@ -220,6 +255,7 @@ def cases(full: bool = False, simple: bool = True) -> Iterator[Case]:
     """
     if not full:
         yield gemv_case("Q4_0")
+        yield int_gemv_case("Q4_0")
         yield dot_case("Q4_0", "dot16")
         yield attention_case("bf16", 128, 4)
         if simple:
@@ -233,11 +269,16 @@ def cases(full: bool = False, simple: bool = True) -> Iterator[Case]:
         if form == "INT8":
             continue
         yield gemv_case(form)
+        yield int_gemv_case(form)
         yield decode_case(form)
         for kernel in ("dot16", "dot32", "dot64"):
             yield dot_case(form, kernel)
     yield gemv_case("Q4_K", activation=1)
     yield gemv_case("Q4_0", activation=2)
+    for form in ("Q4_0", "Q4_K", "Q6_K", "INT4"):
+        yield int_gemv_case(form, fine=True)
+    for fine in (False, True):
+        yield quantize_case(fine)
     for kernel in ("dot16", "dot32", "dot64"):
         yield dot_case("Q4_0", kernel, half=False)
     for pages in ("bf16", "f16", "int8"):

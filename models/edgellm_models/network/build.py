@@ -50,7 +50,7 @@ def build_decoder(
         hold: ``native`` and ``planes`` (packed for the native and the GPU kernels: the file's size),
             ``dense`` (decoded once), ``blocks`` (decoded at every call: slow, small) or ``auto``: what the
             kernels pack, else by the free memory. With dense or blocks, auto kernels are torch's.
-        kernels: auto, torch, triton or native. activations: auto, exact or int16, see ops.load_kernels.
+        kernels: auto, torch, triton or native. activations: auto, exact, int16 or int8, see ops.load_kernels.
 
     Raises:
         BadInputError: the file lacks a tensor or one has another shape than the model's sizes ask for.
@@ -397,8 +397,13 @@ class _Loader:
     def form_notice(self, weight_bytes: int) -> Notice:
         """In which form the weights are held and computed with: a line for the log."""
         compute = {torch.float32: "f32", torch.bfloat16: "bf16"}[self.kernels.dtype]
-        if self.kernels.activations == "int16" and not self.file_types <= {"F32", "F16", "BF16"}:
-            compute = "16-bit integers"  # dense matrices are multiplied in f32 all the same
+        if self.kernels.activations != "exact" and not self.file_types <= {"F32", "F16", "BF16"}:
+            # Dense matrices are multiplied in floats all the same.
+            if self.kernels.chosen["linear"] == "triton":
+                bits = {"int16": 15, "int8": 8}[self.kernels.activations]
+                compute = f"{compute}, of single rows in {bits}-bit integers"
+            else:
+                compute = "16-bit integers"
         held = f"held as {compute}" if self.hold == "dense" else "held as in the file"
         detail = (
             f"weights of type {', '.join(sorted(self.file_types))} are {held} ({weight_bytes / 1e6:.0f} MB, "
