@@ -11,6 +11,9 @@ from importlib import resources
 
 DENSE_FROM_ROWS = 257
 """From so many rows on a weight is decoded once and multiplied by the library's own product."""
+DOT_REGISTERS = 255
+"""What ptxas may give a thread of the tensor-core product. Left alone it keeps to a rounder number and spills
+a few, although shared memory bounds how many programs run at once."""
 SPLIT_PROGRAMS = 256
 """A product of fewer programs than this is split along K, where K is long enough."""
 

@@ -9,7 +9,14 @@ import triton
 import triton.language as tl
 
 from edgellm_kernels import linear_torch
-from edgellm_kernels.gpu_configs import configurations, dot_sizes, kernel_for_rows, sizes_of, splits_of_k
+from edgellm_kernels.gpu_configs import (
+    DOT_REGISTERS,
+    configurations,
+    dot_sizes,
+    kernel_for_rows,
+    sizes_of,
+    splits_of_k,
+)
 from edgellm_kernels.int_gemv_triton import PRECISIONS, int_gemv
 from edgellm_kernels.operands import Prepared
 from edgellm_kernels.planes_triton import decode, decode_lanes, gpu_name, plane_arguments, take
@@ -298,6 +305,7 @@ def _dot(
         EVEN=planes["num_blocks"] % sizes["blocks"] == 0,
         num_warps=sizes["warps"],
         num_stages=sizes["stages"],
+        maxnreg=DOT_REGISTERS,
     )
     if not direct:
         torch.sum(target, 0, out=out)

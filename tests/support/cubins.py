@@ -78,7 +78,7 @@ def compile_call(kernel: Any, arguments: Mapping[str, Any], architecture: int) -
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    options = {name: arguments[name] for name in ("num_warps", "num_stages") if name in arguments}
+    options = {name: arguments[name] for name in ("num_warps", "num_stages", "maxnreg") if name in arguments}
     signature: dict[str, str] = {}
     constants: dict[Any, Any] = {}
     attributes: dict[Any, Any] = {}

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from edgellm_kernels.gpu_configs import attention_tile, configurations, dot_sizes, sizes_of
+from edgellm_kernels.gpu_configs import DOT_REGISTERS, attention_tile, configurations, dot_sizes, sizes_of
 from edgellm_kernels.gpu_layouts import FORMS
 from edgellm_kernels.weights import BlockLayout, BlockQuantWeight, PlaneWeight, prepare
 from tests.support.cubins import SHARED_LIMITS, Compiled, compile_call
@@ -146,7 +146,7 @@ def dot_case(form: str, kernel: str, half: bool = True) -> Case:
         "n": 4096, **planes, **constants,
         "HAS_BIAS": False, "HAS_ADD": True, "HALF": half, "ROWS": sizes["rows"], "TOKENS": sizes["tokens"],
         "BLOCKS": sizes["blocks"], "SPLIT": False, "EVEN": True, "num_warps": sizes["warps"],
-        "num_stages": sizes["stages"],
+        "num_stages": sizes["stages"], "maxnreg": DOT_REGISTERS,
     }  # fmt: skip
     per_thread = sizes["rows"] * sizes["blocks"] / sizes["warps"]
     ceiling = CEILINGS.get(kernel, {}).get(form, 0.0) if half else 0.0
