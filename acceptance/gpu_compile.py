@@ -23,6 +23,7 @@ def source_hash(case: Case) -> str:
     """Of a kernel's source with all that it calls, and of the launch: figures of another hash are of another
     kernel."""
     launch = {name: value for name, value in case.arguments.items() if not isinstance(value, torch.Tensor)}
+    launch |= {f"sm_90 {name}": value for name, value in case.on_hopper.items()}
     return hashlib.sha256(f"{case.kernel.cache_key} {sorted(launch.items())}".encode()).hexdigest()[:12]
 
 

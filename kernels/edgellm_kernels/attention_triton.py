@@ -201,7 +201,8 @@ def paged_attention(
         return Prepared(out)
     exact = dtype == torch.float32
     quantized = kv.key_scales is not None or kv.value_scales is not None
-    sizes = attention_tile(batch.max_query * group, max(k_dim, v_dim), quantized, exact)
+    hopper = q.device.type == "cuda" and torch.cuda.get_device_capability(q.device)[0] == 9
+    sizes = attention_tile(batch.max_query * group, max(k_dim, v_dim), quantized, exact, hopper)
     tiles = triton.cdiv(batch.max_query * group, sizes.rows) * num_kv_heads
     splits = num_splits(sequences * tiles, batch.max_key)
     parts, peaks, sums = out, out, out

@@ -84,10 +84,13 @@ class AttentionTile:
     """Of the products. Pages of up to 16 bits are exact in tf32, which keeps 11 bits of q and the weights."""
 
 
-def attention_tile(rows: int, head_dim: int, quantized: bool, exact: bool) -> AttentionTile:
+def attention_tile(
+    rows: int, head_dim: int, quantized: bool, exact: bool, hopper: bool = False
+) -> AttentionTile:
     """The tile for so many rows of a KV head; sizes that spill no register on any GPU that is checked.
 
     ``head_dim``: the larger of K's and V's. ``quantized``: int8 pages. ``exact``: f32 compute.
+    ``hopper``: compute capability 9, where four warps multiply 64 rows together.
     """
     if exact:
         if head_dim > 128:
@@ -98,6 +101,8 @@ def attention_tile(rows: int, head_dim: int, quantized: bool, exact: bool) -> At
     if head_dim > 128:
         # NOTE: of 32 rows ptxas spills with eight warps on sm_86, and over int8 pages with four on sm_90.
         return AttentionTile(few, 16, 8 if quantized and few == 32 else 4, 2)
+    if rows > 32 and head_dim > 64 and hopper:
+        return AttentionTile(64, 16, 4, 2)  # ptxas spills with eight warps, and with 32 keys of padded heads
     if rows > 32:
         return AttentionTile(64, 32, 8, 2)
     if head_dim > 64 or few == 32:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ class Case:
     name: str
     kernel: Any
     arguments: Mapping[str, Any]
+    on_hopper: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments that differ on sm_90."""
     weights_per_thread: float = 0.0
     """Weights that a thread decodes in one turn of the main loop."""
     ceiling: float = 0.0
@@ -39,7 +41,8 @@ class Case:
     has_dot4: bool = False
 
     def compile(self, architecture: int) -> Compiled:
-        return compile_call(self.kernel, self.arguments, architecture)
+        other = self.on_hopper if architecture == 90 else {}
+        return compile_call(self.kernel, {**self.arguments, **other}, architecture)
 
     def instructions_per_weight(self, compiled: Compiled) -> float | None:
         if not self.weights_per_thread:
@@ -100,7 +103,7 @@ def gemv_case(form: str, activation: int = 0) -> Case:
     per_thread = sizes["rows"] * sizes["blocks"] / sizes["warps"]
     ceiling = CEILINGS["gemv"].get(form, 0.0) * (1.05 if activation else 1.0)
     name = f"gemv {form}" + (" gate" if activation else "")
-    return Case(name, gemv_kernel, arguments, per_thread, ceiling, is_gemv=True)
+    return Case(name, gemv_kernel, arguments, {}, per_thread, ceiling, is_gemv=True)
 
 
 def int_gemv_case(form: str, fine: bool = False) -> Case:
@@ -119,7 +122,7 @@ def int_gemv_case(form: str, fine: bool = False) -> Case:
     per_thread = sizes["rows"] * sizes["blocks"] / sizes["warps"]
     name = f"int_gemv {form}" + (" int16" if fine else "")
     ceiling = 0.0 if fine else CEILINGS["int_gemv"].get(form, 0.0)
-    return Case(name, int_gemv_kernel, arguments, per_thread, ceiling, is_gemv=True, has_dot4=True)
+    return Case(name, int_gemv_kernel, arguments, {}, per_thread, ceiling, is_gemv=True, has_dot4=True)
 
 
 def quantize_case(fine: bool) -> Case:
@@ -151,7 +154,7 @@ def dot_case(form: str, kernel: str, half: bool = True) -> Case:
     per_thread = sizes["rows"] * sizes["blocks"] / sizes["warps"]
     ceiling = CEILINGS.get(kernel, {}).get(form, 0.0) if half else 0.0
     name = f"{kernel} {form}" + ("" if half else " f32")
-    return Case(name, dot_kernel, arguments, per_thread, ceiling, has_dot=True)
+    return Case(name, dot_kernel, arguments, {}, per_thread, ceiling, has_dot=True)
 
 
 def decode_case(form: str) -> Case:
@@ -189,7 +192,10 @@ def attention_case(pages: str, dim: int, rows: int, exact: bool = False, sinks: 
         "PRECISION": sizes.precision, "TABLE": 64, "num_warps": sizes.warps, "num_stages": sizes.stages,
     }  # fmt: skip
     name = f"attention {pages} {dim} x {rows}" + " exact" * exact + " sinks" * sinks
-    return Case(name, attention_kernel, arguments, has_dot=sizes.precision != "ieee")
+    hopper = attention_tile(rows, dim, pages == "int8", exact, True)
+    other = {"ROWS": hopper.rows, "KEYS": hopper.keys, "num_warps": hopper.warps, "num_stages": hopper.stages}
+    other = {name: value for name, value in other.items() if value != arguments[name]}
+    return Case(name, attention_kernel, arguments, other, has_dot=sizes.precision != "ieee")
 
 
 def combine_case(dim: int = 128) -> Case:
