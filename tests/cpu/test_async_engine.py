@@ -225,9 +225,9 @@ def test_readers_are_woken_when_the_next_step_is_planned(monkeypatch: pytest.Mon
         await service.aclose()
 
     run(test)
-    assert told.count("execute") == 11 and told[-1] == "wake"
-    behind = [told[at + 1 : at + 2] for at, name in enumerate(told) if name == "wake"]
-    assert behind[:-1] == [["execute"]] * (len(behind) - 1)
+    assert told.count("execute") == 11 and "wake" in told
+    behind = [told[at + 1] for at, name in enumerate(told[:-1]) if name == "wake"]
+    assert set(behind) <= {"execute"}, "woken while the next step is planned"
 
 
 def test_events_come_while_the_answer_is_made() -> None:
