@@ -86,7 +86,6 @@ def figures(model: str, kernels: str) -> Iterator[Figure]:
     fresh.close()
     shown = ", ".join(f"{name} {value:.2f}" for name, value in costs.items())
     runtime = load(model, kernels=kernels, kv_dtype="auto", ctx=2048, spec="auto")
-    pairs = PAIRS if kernels == "native" else 1
     for kind, texts in prompts().items():
         if kernels == "torch" and kind not in COPIES:
             continue  # a step takes ten times as long there
@@ -97,7 +96,7 @@ def figures(model: str, kernels: str) -> Iterator[Figure]:
             copying = [ids for ids, answer in zip(asked, said, strict=True) if copies(ids, answer)]
             runs.append((f"{kind}, answers that copy", copying, 1.25 if model == MODELS[0] else 1.5))
         for name, ids, least in runs:
-            tally = measure(runtime.core, ids, max_tokens=TOKENS, pairs=pairs)
+            tally = measure(runtime.core, ids, max_tokens=TOKENS, pairs=PAIRS)
             report = tally.report()
             ratio = float("nan") if report["ratio"] is None else report["ratio"]
             yield Figure(
