@@ -17,6 +17,9 @@ class Draft:
     token_ids: tuple[int, ...]
     match: int = 1
     """How many of the last tokens led to it: the more, the likelier it is right; 0 is a hope."""
+    agreed: bool | None = None
+    """Whether all other places that the last tokens lead to begin as it does, or none does; None where there
+    are none, or both."""
 
 
 class Drafter(Protocol):

@@ -41,8 +41,8 @@ def _key(tokens: Sequence[int]) -> int:
 class TextIndex:
     """A growing text and where each of its bigrams and trigrams came last.
 
-    ``append`` costs two table entries, ``find`` at most 2 * NUM_PLACES * MAX_MATCH comparisons, whatever the
-    length of the text.
+    ``append`` costs two table entries, ``find`` and ``agreed`` at most 2 * NUM_PLACES * MAX_MATCH
+    comparisons, whatever the length of the text.
     """
 
     def __init__(self, tokens: Sequence[int] = (), keep: int = MAX_TEXT) -> None:
@@ -82,6 +82,20 @@ class TextIndex:
                 if length > longest:
                     best, longest = place, length
         return (best, longest) if longest >= MIN_MATCH else (0, 0)
+
+    def agreed(self, context: Sequence[int], place: int) -> bool | None:
+        """Whether the other places of the context's last three tokens, or of its last two where three have no
+        others, go on as ``place`` does: True where all do, False where none does, else None."""
+        tokens = self.tokens
+        for n in (3, 2):
+            same = others = 0
+            for found in self._places.get(_key(context[-n:]), ()) if len(context) >= n else ():
+                if found != place and tokens[found] != _SEPARATOR and self.common(context, found) >= n:
+                    same += tokens[found] == tokens[place]
+                    others += 1
+            if others:
+                return True if same == others else None if same else False
+        return None
 
     def near(self, token: int, place: int) -> int:
         """The place behind a ``token`` near ``place``, the nearest one; 0 is none."""
@@ -233,7 +247,9 @@ class NgramDrafter:
             return None
         state.copies(best, place, longest)
         found = best.copy(place, most, goes_on=best is state.text)
-        return Draft(found, longest) if found else None
+        if not found:
+            return None
+        return Draft(found, longest, best.agreed(context, place) if longest >= MIN_MATCH else None)
 
     def end(self, sequence_id: int) -> None:
         """See Drafter. The answer joins the past of its salt."""

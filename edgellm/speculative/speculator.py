@@ -113,7 +113,7 @@ class Speculator:
                 tokens = () if draft is None else room.usable(draft.token_ids)
                 # What follows nothing but the hope that a copy goes on runs only where somebody judges it.
                 if draft is not None and tokens and (draft.match or controller is not None):
-                    drafts[room.sequence_id] = Draft(tokens, draft.match)
+                    drafts[room.sequence_id] = replace(draft, token_ids=tokens)
         limits = {
             room.sequence_id: min(room.most, self.runner_tokens)
             for room in rooms
@@ -134,7 +134,7 @@ class Speculator:
         drafts: Mapping[int, Draft],
         limits: Mapping[int, int],
     ) -> dict[int, tuple[int, ...]]:
-        candidates = [Candidate(i, bucket_of(d.match), len(d.token_ids)) for i, d in drafts.items()]
+        candidates = [Candidate(i, bucket_of(d.match, d.agreed), len(d.token_ids)) for i, d in drafts.items()]
         candidates += [Candidate(i, RUNNER, most) for i, most in limits.items()]
         chosen = controller.choose(num_decoding, candidates)
         found = {}
@@ -146,7 +146,7 @@ class Speculator:
                 found[sequence_id] = drafts[sequence_id].token_ids[: choice.count]
         for sequence_id, draft in drafts.items():
             if sequence_id not in found:
-                controller.shadow(sequence_id, bucket_of(draft.match), draft.token_ids)
+                controller.shadow(sequence_id, bucket_of(draft.match, draft.agreed), draft.token_ids)
         return found
 
     def settle(

@@ -8,6 +8,7 @@ import pytest
 
 from edgellm.speculative import ngram
 from edgellm.speculative.drafter import Draft
+from edgellm.speculative.estimates import AGREED, DISPUTED, NUM_BUCKETS, RUNNER, bucket_of
 from edgellm.speculative.ngram import MAX_DRIFT, MAX_MATCH, MAX_SALTS, NUM_PLACES, NgramDrafter, TextIndex
 
 
@@ -63,6 +64,30 @@ def test_what_followed_before_is_proposed() -> None:
     drafter.observe(1, [100])
     assert drafter.propose(1, 4) == Draft((7, 8, 9, 2), 0)  # as if 100 stood for 6
     assert proposal(drafter_on([1, 2, 3, 4], [9, 3, 2])) == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "agreed"),
+    [
+        ([1, 2, 3, 50], None),  # nowhere else
+        ([1, 2, 3, 50, 9, 1, 2, 3, 50], True),
+        ([1, 2, 3, 51, 9, 1, 2, 3, 50], False),
+        ([1, 2, 3, 51, 9, 1, 2, 3, 50, 9, 1, 2, 3, 50], None),  # both
+        ([8, 2, 3, 51, 9, 1, 2, 3, 50], False),  # of two tokens, where three came nowhere else
+        ([8, 2, 3, 51, 9, 1, 2, 3, 50, 7, 1, 2, 3, 50], True),  # three count more than two
+    ],
+)
+def test_a_draft_says_whether_other_places_agree(text: list[int], agreed: bool | None) -> None:
+    draft = drafter_on(text, [60, 1, 2, 3]).propose(1, 1)
+    assert draft == Draft((50,), 3, agreed)
+
+
+def test_short_matches_are_judged_apart_where_other_places_agree_or_do_not() -> None:
+    for match in range(2, 9):
+        assert bucket_of(match, True) == AGREED and bucket_of(match, False) == DISPUTED
+        assert bucket_of(match) not in (AGREED, DISPUTED, RUNNER)
+    assert bucket_of(9, False) == bucket_of(9, True) == bucket_of(9)
+    assert len({bucket_of(match) for match in range(20)} | {AGREED, DISPUTED, RUNNER}) == NUM_BUCKETS
 
 
 def test_the_longer_match_wins_and_of_equal_ones_the_later() -> None:
@@ -172,4 +197,4 @@ def test_of_equal_matches_the_one_that_is_being_copied_wins() -> None:
     drafter.observe(0, [71, 72, 8])
     drafter.propose(0, 1)
     drafter.observe(0, [9])
-    assert drafter.propose(0, 2) == Draft((80, 81), 4)
+    assert drafter.propose(0, 2) == Draft((80, 81), 4, agreed=False)
