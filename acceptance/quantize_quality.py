@@ -4,6 +4,8 @@ Windows of 512 tokens, the first 128 not scored, of prose, code and chat that ca
 calibration text for every case, llama-imatrix's included. Each case is kept when it is done, with the files
 that it made, so a long run can be ended and taken up again:
 
+Rows of docs/benchmarks/quantize_quality.json count as done too, whose commits say what they measured.
+
 The prose is from the same book as the calibration's and the chat's answers too, though no passage is in both:
 ``by_kind`` of each row shows the code, which is other modules by other hands, apart.
 
@@ -33,7 +35,7 @@ from typing import Any
 import torch
 
 from acceptance import gptqmodel_peer
-from acceptance.harness import Figure, commit
+from acceptance.harness import RESULTS, Figure, commit
 from acceptance.llama_cpp_tools import VERSION, tool
 from acceptance.quality_text import calibration_text, held_out_windows
 from edgellm_models.checkpoint import open_checkpoint
@@ -332,6 +334,13 @@ def quality_folder() -> Path:
     return Path(named) if named else Path(tempfile.gettempdir()) / "edgellm-quality"
 
 
+def recorded() -> dict[str, dict[str, Any]]:
+    """What was measured before, by the figure's name; of several the last."""
+    path = RESULTS / "quantize_quality.json"
+    rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    return {row["name"]: row["detail"] for row in rows if "kl" in row["detail"]}
+
+
 def run() -> Iterator[Figure]:
     default = [case for case in CASES if gptqmodel_peer.PYTHON in os.environ or "gptqmodel" not in case]
     chosen = os.environ.get("EDGELLM_QUALITY_CASES", ",".join(default)).split(",")
@@ -339,17 +348,22 @@ def run() -> Iterator[Figure]:
     tokens = int(os.environ.get("EDGELLM_QUALITY_TOKENS", "32768"))
     scored = int(os.environ.get("EDGELLM_QUALITY_SCORED", "16384"))
     sizes = "" if (tokens, scored) == (32768, 16384) else f" ({tokens} calibration tokens, {scored} scored)"
+    kept = recorded()
     for model in os.environ.get("EDGELLM_QUALITY_MODELS", ",".join(REAL_MODELS)).split(","):
         bench = Bench(model, root / model, tokens, scored)
         bench.prepare()
         store = bench.folder / "cases.json"
         done: dict[str, Any] = json.loads(store.read_text(encoding="utf-8")) if store.exists() else {}
+        again = os.environ.get("EDGELLM_QUALITY_AGAIN") == "1"
         for case in chosen:
             key = f"{case}, {tokens} tokens, {scored} scored"
-            if key not in done or os.environ.get("EDGELLM_QUALITY_AGAIN") == "1":
+            name = f"{model}: KL from the twin, {case}{sizes}"
+            if key not in done and name in kept and not again:
+                done[key] = kept[name]
+            if key not in done or again:
                 entry = _measure(bench, case)
                 if store.exists():  # another process may have finished cases meanwhile
-                    done = json.loads(store.read_text(encoding="utf-8"))
+                    done |= json.loads(store.read_text(encoding="utf-8"))
                 done[key] = entry
                 partial = store.with_suffix(f".{os.getpid()}")
                 partial.write_text(json.dumps(done, indent=1), encoding="utf-8")
@@ -357,7 +371,6 @@ def run() -> Iterator[Figure]:
             entry = done[key]
             size = f", {entry['bpw']:.3f} bits per weight" if "bpw" in entry else ""
             unit = f"nats ± {entry['standard_error']:.2g}{size}"
-            name = f"{model}: KL from the twin, {case}{sizes}"
             yield Figure(name, entry["kl"], unit, "none", True, entry.get("peer", ""), entry)
         suffix = f", {tokens} tokens, {scored} scored"
         for mine, theirs, most in PROMISES:
