@@ -17,8 +17,8 @@ from edgellm.runner.noise import gumbel_noise, places_of_noise
 
 _PIECE = 1 << 13
 """Tokens whose noise is made at once: eight numbers of 8 bytes each take half a MiB."""
-_HASHED = 1 << 16
-"""Tokens that are hashed at once: ten bytes each, in the second-level cache."""
+_HASHED = 1 << 15
+"""Tokens that are hashed at once: in the second-level cache, and little beside the scores."""
 _NEAR = 8.0
 """Scores no further below the best one have their noise computed. Of the others about one in 3,000 has enough
 to win."""
