@@ -108,7 +108,7 @@ class Candidates:
 
     def _keep(self, mask: torch.Tensor) -> None:
         """Removes what ``mask`` [n] lacks."""
-        count = int(mask.sum())
+        count = filters.count_true(mask)
         if count == mask.numel():
             return
         if count * _FEW > mask.numel():

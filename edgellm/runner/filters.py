@@ -36,6 +36,11 @@ def log_total(scores: torch.Tensor) -> torch.Tensor:
     return total.log_().add_(best)
 
 
+def count_true(mask: torch.Tensor) -> int:
+    """torch's sum would widen the mask to eight bytes an entry first."""
+    return int(np.count_nonzero(mask.numpy()))
+
+
 def keep_best(scores: torch.Tensor, count: int) -> torch.Tensor:
     """Mask of the ``count`` largest scores; of equal ones the first."""
     if count >= scores.numel():
@@ -47,7 +52,7 @@ def keep_best(scores: torch.Tensor, count: int) -> torch.Tensor:
 def _from(scores: torch.Tensor, last: float, count: int) -> torch.Tensor:
     """Mask of the ``count`` largest scores, of which ``last`` is the least."""
     keep = scores >= last
-    excess = int(keep.sum()) - count
+    excess = count_true(keep) - count
     if excess > 0:
         ties = torch.nonzero(scores == last).squeeze(1)
         keep[ties[ties.numel() - excess :]] = False
@@ -74,6 +79,7 @@ def top_p(scores: torch.Tensor, p: float, total: torch.Tensor | None = None) -> 
         best = np.sort(work[-_HEAD:])
         count = _count_until(best, total, p)
         if count is not None:
+            del work
             return _from(scores, float(best[-count]), count)
     work.sort()
     count = _count_until(work, total, p) or len(work)
