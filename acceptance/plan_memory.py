@@ -78,8 +78,8 @@ CASES: dict[str, Case] = {
     )
 } | {
     "1b": Case("llama-1b", "native", kv_dtype="f16", ctx=640, speed_tokens=12),
-    # A prompt of one short chunk: 8 billion weights take minutes of it on few cores.
-    "8b": Case("llama-8b", "native", kv_dtype="f16", ctx=160, speed_tokens=6),
+    # More than one whole chunk, so that a step takes all the rows that are planned.
+    "8b": Case("llama-8b", "native", kv_dtype="f16", ctx=560, speed_tokens=6),
 }
 
 
