@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import uuid
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from edgellm.contracts import (
     ChatMessage,
@@ -25,6 +25,7 @@ from edgellm.contracts import (
     TokenLogprob,
     Usage,
 )
+from edgellm.own_loop import run_in_own_loop
 from edgellm_models.errors import BadInputError, EngineError
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 DEFAULT_MAX_TOKENS = 256
 
 Prompt = str | Sequence[int]
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -279,32 +279,8 @@ class LLM:
             for request in requests:
                 engine.cancel(request.request_id)
 
-        found = _in_own_loop(answer(), give_up)
+        found = run_in_own_loop(answer(), give_up)
         return [_result(request, events) for request, events in zip(requests, found, strict=True)]
-
-
-def _in_own_loop(work: Coroutine[Any, Any, _T], give_up: Callable[[], None]) -> _T:
-    """Runs a coroutine in a loop and thread of its own: the caller may be in a running loop, as in a
-    notebook. An interrupt calls ``give_up``, which must end the work, and waits for that."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="edgellm-llm", daemon=True)
-    thread.start()
-
-    async def end() -> None:
-        # In the loop, so behind the work's first step: what it has not asked for yet cannot be given up.
-        give_up()
-        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()}, return_exceptions=True)
-
-    try:
-        # Inside: the work may be under way when an interrupt finds this thread between two lines.
-        return asyncio.run_coroutine_threadsafe(work, loop).result()
-    except BaseException:
-        asyncio.run_coroutine_threadsafe(end(), loop).result()
-        raise
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
 
 
 FALLBACK_SAMPLING: Mapping[str, float] = {"temperature": 0.7, "top_p": 0.95, "min_p": 0.05}

@@ -6,16 +6,15 @@ import asyncio
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from edgellm import LLM, ChatMessage, ConstraintSpec, FinishReason, SamplingParams
 from edgellm.contracts import ConstraintKind
-from edgellm.llm import _in_own_loop
 from edgellm_models.errors import BadInputError, NotFoundError, UsageError
 from tests.support.bigram import make_bigram
 
@@ -120,28 +119,25 @@ def test_an_interrupt_leaves_the_model_usable(tmp_path: Path, monkeypatch: pytes
         assert result.text == "abab"
 
 
-def test_an_interrupt_at_any_moment_ends_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the work has begun and nobody waits for it yet."""
-    schedule = asyncio.run_coroutine_threadsafe
-    begun, ended = threading.Event(), threading.Event()
+def test_interrupts_at_many_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing waits for ever and nothing is left running, wherever the main thread was."""
+    folder = make_bigram(tmp_path / "m", ["a", "b"], loop=True, dead_layers=1, context=100_000)
+    with LLM(folder, ctx=50_000) as llm:
+        engine = llm._runtime.core
+        step = engine.step
+        for moment in range(60):
+            begun = threading.Event()
 
-    async def work() -> None:
-        stop = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        given_up.append(lambda: loop.call_soon_threadsafe(stop.set))
-        begun.set()
-        await stop.wait()
-        ended.set()
+            def interrupt(begun: threading.Event = begun, seconds: float = moment * 5e-5) -> None:
+                assert begun.wait(30)
+                time.sleep(seconds)
+                os.kill(os.getpid(), signal.SIGINT)
 
-    def interrupted(*arguments: Any) -> Any:
-        found = schedule(*arguments)
-        if not begun.is_set():
-            assert begun.wait(30)
-            raise KeyboardInterrupt
-        return found
-
-    given_up: list[Any] = []
-    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        _in_own_loop(work(), lambda: given_up.pop()())
-    assert ended.is_set()
+            thread = threading.Thread(target=interrupt)
+            thread.start()
+            monkeypatch.setattr(engine, "step", lambda begun=begun: begun.set() or step())
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate("x", SamplingParams(temperature=0.0, max_new_tokens=40_000))
+            thread.join()
+            llm._runtime.engine.call(lambda: None)
+            assert not engine.has_work()
