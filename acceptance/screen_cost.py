@@ -146,7 +146,7 @@ def idle_share(home: str) -> float:
         terminal.wait(b"Ask anything")
         terminal.read(2.0)
         terminal.write("Hello\r")
-        terminal.read(20.0)  # the answer, and until the cursor no longer blinks
+        terminal.read(30.0)  # the answer, layer skip's calibration, and until the cursor no longer blinks
         children = Path(f"/proc/{terminal.process.pid}/task/{terminal.process.pid}/children")
         processes = [terminal.process.pid, *map(int, children.read_text(encoding="ascii").split())]
         begin, before = time.monotonic(), sum(map(processor_seconds, processes))

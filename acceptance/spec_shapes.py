@@ -8,6 +8,7 @@ from pathlib import Path
 
 from acceptance.harness import Figure
 from acceptance.random_shapes import SHAPES, write_shape
+from edgellm.cli.layer_skip import finish
 from edgellm.cli.runtime import load_runtime
 from edgellm.config import EngineConfig
 from edgellm.planning.speculation import break_even_acceptance, speed_up
@@ -57,7 +58,7 @@ def run() -> Iterator[Figure]:
             assert skip is not None
             probe = SkipProbe(skip.program, skip.kv, [PROMPT])
             next(iter(probe.prepare()))  # the prompt's KV
-            costs = probe.costs()
+            costs = finish(probe.costs())
             verify = {k: costs.of_step(1 + k) for k in LENGTHS}
             for share in SHARES:
                 inner = range(1, shape.layers - 1)
@@ -68,13 +69,13 @@ def run() -> Iterator[Figure]:
                     (layer for kind, layer in spread if kind == 0),
                     (layer for kind, layer in spread if kind == 1),
                 )
-                cost = probe.pass_cost(skipped)
+                cost = finish(probe.pass_cost(skipped))
                 yield figure(
                     f"{name}, Q4_0, native: drafting without {len(skipped)} of {2 * shape.layers} sub-layers",
                     cost,
                     verify,
                 )
-            seconds = probe.step_seconds()
+            seconds = finish(probe.step_seconds())
             if smaller is not None:
                 other, theirs = smaller
                 yield figure(

@@ -116,7 +116,8 @@ SETTINGS = (
         "choice",
         "Speculative decoding: tokens are looked up in what was said before and verified several at a time, "
         "always (ngram), where it pays (auto) or never (off); skip drafts by the model without some of its "
-        "layers instead, auto where `edgellm bench spec` found that it pays; the text is the same.",
+        "layers instead, auto where it pays, which is measured once when a model is first idle; the text is "
+        "the same.",
         "auto",
         ("auto", "off", "ngram", "skip"),
     ),

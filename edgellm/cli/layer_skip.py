@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from edgellm_models.errors import BadInputError, Notice
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from edgellm.speculative.speculator import Speculator
     from edgellm_models.network.decoder import Decoder
     from edgellm_models.tokenizer.base import Tokenizer
+
+_T = TypeVar("_T")
 
 BUDGET_S = 20.0
 """Seconds that a calibration takes, besides the text that it begins with."""
@@ -39,6 +41,8 @@ class LayerSkip:
     speculator: Speculator
     always: bool
     """``--spec skip``: drafts though the profile says that they do not pay."""
+    wants_profile: bool = False
+    """Found none by ``load``, and could go by one."""
 
     @property
     def decoder(self) -> Decoder:
@@ -86,12 +90,14 @@ class LayerSkip:
                 damage = Notice("spec_profile", str(error))
         if profile is not None:
             return self.use(profile)
+        self.wants_profile = True
         self.speculator.runner_why_not = "skip: not calibrated"
         if self.always and damage is None:
             return Notice(
                 "spec_skip",
-                "nothing is drafted: this model has no profile of its layers on this machine yet; "
-                f"`edgellm bench spec -m {self.path}` with the same options makes it once",
+                "nothing is drafted yet: this model has no profile of its layers on this machine; it is made "
+                f"when the model is first idle, or by `edgellm bench spec -m {self.path}` with the same "
+                "options",
             )
         return damage
 
@@ -119,6 +125,12 @@ class LayerSkip:
         self.speculator.expect_runner_drafts(tokens, chosen.match, chosen.pass_cost, found.costs.verify)
         return notice
 
+    def prompts(self) -> list[list[int]]:
+        """What the model answers to be looked at."""
+        from edgellm.speculative.calibration_prompts import PROMPTS
+
+        return [ids for text in PROMPTS if (ids := self.tokenizer.encode(text))]
+
     def calibrate(
         self, *, budget_s: float = BUDGET_S, clock: Callable[[], float] = time.monotonic
     ) -> Generator[None, None, SkipProfile]:
@@ -128,22 +140,20 @@ class LayerSkip:
         """
         from edgellm.runner.skip_probe import SkipProbe
         from edgellm.speculative.calibration import calibrate
-        from edgellm.speculative.calibration_prompts import PROMPTS
         from edgellm.speculative.skip_profile import SkipProfile
 
         begin = clock()
-        prompts = [self.tokenizer.encode(text) for text in PROMPTS]
-        probe = SkipProbe(self.program, self.kv, [ids for ids in prompts if ids], self.device)
+        probe = SkipProbe(self.program, self.kv, self.prompts(), self.device)
         yield from probe.prepare()
         found = yield from calibrate(probe, budget_s=budget_s, clock=clock)
         return SkipProfile(self.key(), found, self.decoder.spec.num_layers, clock() - begin)
 
 
-def finish(parts: Generator[None, None, SkipProfile]) -> SkipProfile:
-    """Runs a calibration to its end."""
+def finish(parts: Generator[None, None, _T]) -> _T:
+    """Runs a calibration, or a measurement of one, to its end."""
     while True:
         try:
             next(parts)
         except StopIteration as end:
-            found: SkipProfile = end.value
+            found: _T = end.value
             return found

@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -74,6 +74,8 @@ class Runtime:
     """Threads that compute."""
     layer_skip: LayerSkip | None = field(default=None, repr=False)
     """Drafting by layers, under ``--spec auto`` and ``skip``."""
+    idle_work: Generator[None, None, None] | None = field(default=None, repr=False)
+    """What the engine's thread does while nobody asks for anything."""
     _service: AsyncEngine | None = field(default=None, repr=False)
 
     @property
@@ -82,7 +84,7 @@ class Runtime:
         if self._service is None:
             from edgellm.engine.async_engine import AsyncEngine
 
-            self._service = AsyncEngine(self.core)
+            self._service = AsyncEngine(self.core, idle_work=self.idle_work)
         return self._service
 
     def client(self, *, plain_fallback: bool = False, kv_policy: str = "stop") -> LocalClient:
@@ -139,6 +141,7 @@ def load_runtime(
     from edgellm.cache.prefix_index import cache_key
     from edgellm.cli.draft_model import load_draft
     from edgellm.cli.gpu_split import allocate_split, build_split, shared_room, split_for
+    from edgellm.cli.idle_calibration import calibrate_in_idle
     from edgellm.cli.kv_room import check_contexts, choose_context, host_blocks_for, sequences_at_once
     from edgellm.cli.layer_skip import FOLDER as SKIP_FOLDER
     from edgellm.cli.layer_skip import LayerSkip
@@ -328,16 +331,21 @@ def load_runtime(
         stats_interval_s=0.05,
     )
     threads = num_threads() if isinstance(program, StepProgram) else torch.get_num_threads()
-    layer_skip = None
+    layer_skip = idle_work = None
     can_skip = draft is None and not isinstance(program, SplitDecoder)
     if speculator is not None and resolved.spec in ("auto", "skip") and can_skip:
         assert not isinstance(program, SplitDecoder)
         layer_skip = LayerSkip(
             program, kv, tokenizer, path, threads, device, runner, speculator, resolved.spec == "skip"
         )
-        notice_of_skip = layer_skip.load(Locations.from_environment().cache / SKIP_FOLDER)
+        profiles = Locations.from_environment().cache / SKIP_FOLDER
+        notice_of_skip = layer_skip.load(profiles)
+        core.refresh_stats()
         if notice_of_skip is not None:
             tell(notice_of_skip)
+        if layer_skip.wants_profile:
+            free = partial(_free_memory, device)
+            idle_work = calibrate_in_idle(layer_skip, profiles, free, core.refresh_stats)
     elif resolved.spec == "skip":
         why = "--gpu-layers splits the layers" if draft is None else "--draft names a model that drafts"
         tell(Notice("spec_skip_off", f"--spec skip drafts by lookup only here: {why}"))
@@ -368,6 +376,7 @@ def load_runtime(
         kv_read_bytes=partial(_kv_read_bytes, spec, kv),
         num_threads=threads,
         layer_skip=layer_skip,
+        idle_work=idle_work,
     )
 
 

@@ -7,7 +7,7 @@ import concurrent.futures
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from edgellm.engine.saved_kv import SavedKV
 
 _T = TypeVar("_T")
+
+IDLE_AFTER_S = 3.0
+"""Seconds without a request after which work begins that waits for such a moment."""
 
 
 class SteppedEngine(GenerationEngine, Protocol):
@@ -73,8 +76,21 @@ class AsyncEngine:
     awaits.
     """
 
-    def __init__(self, engine: SteppedEngine, name: str = "edgellm-engine") -> None:
+    def __init__(
+        self,
+        engine: SteppedEngine,
+        name: str = "edgellm-engine",
+        *,
+        idle_work: Generator[None, None, None] | None = None,
+        idle_after_s: float = IDLE_AFTER_S,
+    ) -> None:
+        """``idle_work`` runs in the engine's thread, part by part, once something was answered and whenever
+        nothing has been asked for since ``idle_after_s``; a request waits for a part at most. What it raises
+        is a fault of the engine."""
         self._engine = engine
+        self._idle_work = idle_work
+        self._idle_after_s = idle_after_s
+        self._last_step: float | None = None
         # Reentrant: the garbage collector may drop a stream, and so cancel it, while this very thread holds
         # the lock.
         self._changed = threading.Condition(threading.RLock())
@@ -214,7 +230,10 @@ class AsyncEngine:
         """Carries out what was asked for and steps once; False when it is over."""
         with self._changed:
             while not (self._commands or self._closing or self._engine.has_work()):
-                self._changed.wait()
+                idle_s = self._until_idle()
+                if idle_s is not None and idle_s <= 0.0:
+                    break
+                self._changed.wait(idle_s)
             commands = list(self._commands)
             self._commands.clear()
             self._calls = [call for call in self._calls if not call.done()]
@@ -228,9 +247,18 @@ class AsyncEngine:
             events = self._engine.step()
             self._wake()  # where that step executed nothing
             self._deliver(events)
+            self._last_step = time.monotonic()
+        elif self._idle_work is not None and not (commands or closing):
+            self._idle_work = _continued(self._idle_work)
         if not (self._wakes_late and self._engine.has_work()):
             self._wake()
         return not (closing and not self._engine.has_work())
+
+    def _until_idle(self) -> float | None:
+        """Seconds until the idle work goes on; None where there is none, or nothing was answered yet."""
+        if self._idle_work is None or self._last_step is None:
+            return None
+        return self._last_step + self._idle_after_s - time.monotonic()
 
     def _wake(self) -> None:
         asleep, self._asleep = self._asleep, []
@@ -271,3 +299,12 @@ class AsyncEngine:
         for request_id, queue in queues.items():
             for sample in sorted(samples[request_id]):
                 queue.put(TokenEvent(request_id, sample, finish_reason=FinishReason.ERROR, error=reason))
+
+
+def _continued(work: Generator[None, None, None]) -> Generator[None, None, None] | None:
+    """Does the next part; None when it was the last."""
+    try:
+        next(work)
+    except StopIteration:
+        return None
+    return work

@@ -173,6 +173,10 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self._samples)
 
+    def refresh_stats(self) -> None:
+        """Takes new stats now; steps do it by themselves."""
+        self.stats = self._snapshot(self._clock())
+
     def step(self) -> list[TokenEvent]:
         """Does one step and returns what it brought. After an exception the engine can no longer be used."""
         start = self._clock()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from edgellm.cache.kv_storage import KVType, allocate_storage
+from edgellm.cache.kv_storage import KVType, allocate_storage, kv_bytes_per_position
 from edgellm.contracts import PlannedSequence
 from edgellm.runner.batch_builder import build_batch
 from edgellm.runner.lone_row import lone_row
@@ -17,6 +17,7 @@ from edgellm.speculative.calibration import Costs, Score, SubLayer, shares_of_co
 from edgellm_kernels.batch import ForwardBatch
 from edgellm_kernels.ops import largest
 from edgellm_models.network.decoder import Decoder
+from edgellm_models.network.spec import ModelSpec
 from edgellm_models.network.sub_layers import SkippedSubLayers
 
 BLOCK = 8
@@ -28,8 +29,10 @@ TEMPERATURE = 0.8
 PLACES, ROUGH_PLACES = 128, 32
 """Places of the text at which a pass is compared with the model."""
 MAX_COPY_BYTES = 256 << 20
-ROWS = 32
+ROWS = 16
 """Places of one forward pass: a request that comes waits no longer than this takes."""
+LIKELY = 64
+"""Tokens whose probabilities are compared one by one; all others together count as one more."""
 REPEATS = 9
 VERIFY_ROWS = (2, 4, 8, 16)
 
@@ -40,6 +43,33 @@ class _Text:
 
     token_ids: list[int]
     table: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Likely:
+    """The tokens that the model finds likeliest at a place [LIKELY], and the chance of all the others."""
+
+    token_ids: torch.Tensor
+    log_p: torch.Tensor
+    others: torch.Tensor
+
+    @classmethod
+    def of(cls, logits: torch.Tensor) -> _Likely:
+        """``logits`` f32 [vocabulary]."""
+        top = logits.topk(min(LIKELY, len(logits)))
+        log_p = top.values - torch.logsumexp(logits, 0)
+        return cls(top.indices, log_p, _remainder(log_p))
+
+    def divergence(self, logits: torch.Tensor, log_total: torch.Tensor) -> float:
+        """KL divergence of other logits from these, which is at most that of the whole distributions."""
+        log_q = logits[self.token_ids] - log_total
+        found = (self.log_p.exp() * (self.log_p - log_q)).sum()
+        found += self.others * (self.others / _remainder(log_q)).log()
+        return max(0.0, float(found))
+
+
+def _remainder(logs: torch.Tensor) -> torch.Tensor:
+    return (1.0 - logs.exp().sum()).clamp_min(1e-6)
 
 
 class SkipProbe:
@@ -65,10 +95,7 @@ class SkipProbe:
         self.num_layers = spec.num_layers
         self._device = device
         self._random = torch.Generator().manual_seed(seed)
-        lengths = [len(ids) + ANSWER + max(VERIFY_ROWS) for ids in prompts]
-        blocks = [-(-length // BLOCK) for length in lengths]
-        copied = 2 * BLOCK * spec.num_layers * spec.num_kv_heads * spec.head_dim * 4
-        self._num_places = max(ROWS, min(PLACES, MAX_COPY_BYTES // copied))
+        blocks, self._num_places = _room(spec, prompts)
         total = sum(blocks) + self._num_places
         self._groups = len(spec.kv_groups)
         self._kv = allocate_storage(spec, [total] * self._groups, kv, device, block_size=BLOCK)
@@ -80,7 +107,8 @@ class SkipProbe:
         self._copies = range(sum(blocks), total)
         self._batches: list[ForwardBatch] = []
         self._best: list[torch.Tensor] = []
-        self._log_p: list[torch.Tensor] = []
+        self._likely: list[list[_Likely]] = []
+        """Of the first places, by batch and row."""
 
     # --- the text ---
 
@@ -132,7 +160,7 @@ class SkipProbe:
             self._batches.append(batch)
             self._best.append(logits.argmax(dim=-1))
             if start < ROUGH_PLACES:
-                self._log_p.append(torch.log_softmax(logits, dim=-1))
+                self._likely.append([_Likely.of(row) for row in logits])
             yield
 
     def _planned(
@@ -152,28 +180,27 @@ class SkipProbe:
 
     # --- speculative.calibration.Probe ---
 
-    def score(self, skipped: SkippedSubLayers, *, rough: bool) -> Score:
+    def score(self, skipped: SkippedSubLayers, *, rough: bool) -> Generator[None, None, Score]:
         """See Probe."""
         hits: list[bool] = []
         confidences: list[float] = []
         losses: list[float] = []
-        with torch.inference_mode():
-            for index, batch in enumerate(self._batches):
-                if rough and index >= len(self._log_p):
-                    break
-                log_q = torch.log_softmax(self._logits(batch, skipped), dim=-1)
-                top = log_q.max(dim=-1)
-                hits += (top.indices == self._best[index]).tolist()
-                confidences += top.values.exp().tolist()
-                if index < len(self._log_p):
-                    log_p = self._log_p[index]
-                    losses += (log_p.exp() * (log_p - log_q)).sum(dim=-1).clamp_min(0.0).tolist()
+        for index, batch in enumerate(self._batches[: len(self._likely)] if rough else self._batches):
+            logits = self._logits(batch, skipped)
+            hits += (logits.argmax(dim=-1) == self._best[index]).tolist()
+            # Row by row: a second copy of many rows of a large vocabulary is more than all pages take.
+            for row, found in enumerate(logits):
+                log_total = torch.logsumexp(found, 0)
+                confidences.append(float((found.max() - log_total).exp()))
+                if index < len(self._likely):
+                    losses.append(self._likely[index][row].divergence(found, log_total))
+            yield
         return Score(tuple(hits), tuple(confidences), sum(losses) / max(1, len(losses)))
 
-    def costs(self) -> Costs:
+    def costs(self) -> Generator[None, None, Costs]:
         """See Probe."""
         middle = range(1, self.num_layers - 1)
-        runs: dict[object, float] = self._time(
+        runs: dict[object, float] = yield from self._time(
             {
                 "plain": (1, None),
                 "no attention": (1, SkippedSubLayers.of(attention=middle)),
@@ -185,16 +212,18 @@ class SkipProbe:
         costs = shares_of_cost(plain, runs["no attention"], runs["no feed-forward"], len(middle))
         return replace(costs, verify={rows: max(1.0, runs[rows] / plain) for rows in VERIFY_ROWS})
 
-    def pass_cost(self, skipped: SkippedSubLayers) -> float:
+    def pass_cost(self, skipped: SkippedSubLayers) -> Generator[None, None, float]:
         """See Probe."""
-        found = self._time({"plain": (1, None), "pass": (1, skipped)})
+        found = yield from self._time({"plain": (1, None), "pass": (1, skipped)})
         return found["pass"] / found["plain"]
 
-    def step_seconds(self) -> float:
+    def step_seconds(self) -> Generator[None, None, float]:
         """What a plain step takes."""
-        return self._time({"plain": (1, None)})["plain"]
+        return (yield from self._time({"plain": (1, None)}))["plain"]
 
-    def _time(self, kinds: Mapping[object, tuple[int, SkippedSubLayers | None]]) -> dict[object, float]:
+    def _time(
+        self, kinds: Mapping[object, tuple[int, SkippedSubLayers | None]]
+    ) -> Generator[None, None, dict[object, float]]:
         """Seconds of steps of so many rows without some sub-layers, in turns, as a lone answer runs them."""
         text = self._texts[0]
         end = len(text.token_ids)
@@ -217,9 +246,24 @@ class SkipProbe:
                         planned = replace(planned, prompt_logits=True)
                     largest(self._logits(build_batch([planned], BLOCK, self._device), skipped))
                 seconds[kind].append(time.perf_counter() - begin)
+            yield
         return {kind: typical(times) for kind, times in seconds.items()}
 
     def changes(self) -> Mapping[SubLayer, float]:
         """See Probe."""
         with torch.inference_mode():
             return self._decoder.sub_layer_changes(self._batches[0], self._kv)
+
+
+def probe_bytes(spec: ModelSpec, kv: KVType, prompts: Sequence[Sequence[int]]) -> int:
+    """Of a probe's pages and rows of logits, about."""
+    blocks, places = _room(spec, prompts)
+    per_position = sum(kv_bytes_per_position(spec, len(group.layers), kv) for group in spec.kv_groups)
+    return (sum(blocks) + places) * BLOCK * per_position + 2 * ROWS * spec.vocab_size * 4
+
+
+def _room(spec: ModelSpec, prompts: Sequence[Sequence[int]]) -> tuple[list[int], int]:
+    """Blocks of each text, and places that are looked at, each with a block of its own."""
+    blocks = [-(-(len(ids) + ANSWER + max(VERIFY_ROWS)) // BLOCK) for ids in prompts]
+    copied = 2 * BLOCK * spec.num_layers * spec.num_kv_heads * spec.head_dim * 4
+    return blocks, max(ROWS, min(PLACES, MAX_COPY_BYTES // copied))

@@ -72,12 +72,15 @@ class Probe(Protocol):
 
     num_layers: int
 
-    def costs(self) -> Costs: ...
-    def pass_cost(self, skipped: SkippedSubLayers) -> float:
+    def costs(self) -> Generator[None, None, Costs]:
+        """In parts, as everything that takes several passes."""
+        ...
+
+    def pass_cost(self, skipped: SkippedSubLayers) -> Generator[None, None, float]:
         """A drafting pass over a plain step, timed."""
         ...
 
-    def score(self, skipped: SkippedSubLayers, *, rough: bool) -> Score:
+    def score(self, skipped: SkippedSubLayers, *, rough: bool) -> Generator[None, None, Score]:
         """``rough``: on a part of the text."""
         ...
 
@@ -174,8 +177,7 @@ class _Search:
         return self._clock() >= self._end
 
     def run(self) -> Generator[None, None, Calibration]:
-        self._costs = self._probe.costs()
-        yield
+        self._costs = yield from self._probe.costs()
         order = yield from self._by_harm()
         complete = not self._late
         if order:
@@ -188,8 +190,7 @@ class _Search:
             yield from self._measure(units)
         # The sum of the parts ranks sets without the noise of timing; one whole pass says how far it is off.
         best = self._best().skipped
-        scale = self._probe.pass_cost(best) / self._costs.of_pass(best)
-        yield
+        scale = (yield from self._probe.pass_cost(best)) / self._costs.of_pass(best)
         chosen = max((self._scaled(one, scale) for one in self._found), key=_gain)
         others = [
             replace(self._scaled(_skipped(units), scale), name=name) for name, units in customary.items()
@@ -213,10 +214,9 @@ class _Search:
         for unit in (unit for first in range(STRIDE) for unit in units[first::STRIDE]):
             if self._clock() >= half and len(harm) >= 2:
                 break
-            score = self._probe.score(_skipped([unit]), rough=True)
+            score = yield from self._probe.score(_skipped([unit]), rough=True)
             share = self._costs.attention if unit[0] == "attention" else self._costs.feed_forward
             harm[unit] = (1.0 - score.match + score.loss) / max(share, 1e-6)
-            yield
         return sorted(harm, key=lambda unit: harm[unit])
 
     def _sizes(self, order: Sequence[SubLayer]) -> Generator[None, None, int]:
@@ -271,11 +271,10 @@ class _Search:
     def _measure(self, units: Iterable[SubLayer]) -> Generator[None, None, Candidate]:
         skipped = _skipped(units)
         if skipped not in self._found:
-            score = self._scores[skipped] = self._probe.score(skipped, rough=False)
+            score = self._scores[skipped] = yield from self._probe.score(skipped, rough=False)
             cost = self._costs.of_pass(skipped)
             prediction = predict(score, cost, self._costs.of_step)
             self._found[skipped] = Candidate("searched", skipped, score.match, cost, prediction)
-            yield
         return self._found[skipped]
 
 

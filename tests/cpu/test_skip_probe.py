@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -52,24 +53,24 @@ def prepared(folder: Path, kv: str = "f32") -> tuple[SkipProbe, Decoder]:
 @pytest.mark.parametrize("kv", ["f32", "int8"])
 def test_scores_know_what_is_dead(kv: str, folder: Path) -> None:
     probe, _ = prepared(folder, kv)
-    nothing = probe.score(SkippedSubLayers(), rough=False)
+    nothing = finish(probe.score(SkippedSubLayers(), rough=False))
     assert nothing.match == 1.0 and nothing.loss < 1e-6 and len(nothing.hits) >= 100
-    dead = probe.score(DEAD, rough=False)
+    dead = finish(probe.score(DEAD, rough=False))
     assert dead.match == 1.0 and dead.loss < 1e-5
     assert all(0 < confidence <= 1.0 for confidence in dead.confidences)
     for live in (SkippedSubLayers.of((4,)), SkippedSubLayers.of((), (4,)), SkippedSubLayers.of((2,), (1,))):
-        score = probe.score(live, rough=False)
+        score = finish(probe.score(live, rough=False))
         assert score.match < 1.0 and score.loss > 1e-4
-        assert len(probe.score(live, rough=True).hits) < len(score.hits)
+        assert len(finish(probe.score(live, rough=True)).hits) < len(score.hits)
     # Nothing that a pass wrote is left where another reads.
-    assert probe.score(SkippedSubLayers(), rough=False) == nothing
+    assert finish(probe.score(SkippedSubLayers(), rough=False)) == nothing
 
 
 def test_a_score_is_what_a_draft_says_behind_the_whole_model(folder: Path) -> None:
     """Place by place: the model runs the text, then one token without some sub-layers."""
     probe, decoder = prepared(folder)
     skipped = SkippedSubLayers.of((2, 4), (4, 5))
-    hits = probe.score(skipped, rough=False).hits
+    hits = finish(probe.score(skipped, rough=False)).hits
     checked = 0
     rows = [(batch, row) for batch in probe._batches for row in range(len(batch.token_ids))]
     for index in range(0, len(rows), 17):
@@ -113,10 +114,23 @@ def loaded(folder: Path, spec: str) -> Runtime:
     return load_runtime(resolved, folder, "tiny")
 
 
+def give_costs(costs: Costs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs that are no chance."""
+
+    def measured(self: SkipProbe) -> Generator[None, None, Costs]:
+        yield
+        return costs
+
+    def of_pass(self: SkipProbe, skipped: SkippedSubLayers) -> Generator[None, None, float]:
+        yield
+        return costs.of_pass(skipped)
+
+    monkeypatch.setattr(SkipProbe, "costs", measured)
+    monkeypatch.setattr(SkipProbe, "pass_cost", of_pass)
+
+
 def profile_of(skip: LayerSkip, monkeypatch: pytest.MonkeyPatch) -> SkipProfile:
-    """With costs that are no chance."""
-    monkeypatch.setattr(SkipProbe, "costs", lambda self: COSTS)
-    monkeypatch.setattr(SkipProbe, "pass_cost", lambda self, skipped: COSTS.of_pass(skipped))
+    give_costs(COSTS, monkeypatch)
     return finish(skip.calibrate(budget_s=1e9))
 
 
@@ -166,8 +180,7 @@ def test_a_profile_that_does_not_pay_is_not_used_unless_asked_for(
 ) -> None:
     monkeypatch.setenv("EDGELLM_HOME", str(tmp_path))
     dear = Costs(0.001, 0.001, {2: 1.5, 4: 2.5, 8: 5.0, 16: 10.0})
-    monkeypatch.setattr(SkipProbe, "costs", lambda self: dear)
-    monkeypatch.setattr(SkipProbe, "pass_cost", lambda self, skipped: dear.of_pass(skipped))
+    give_costs(dear, monkeypatch)
     skip = loaded(folder, "auto").layer_skip
     assert skip is not None
     profile = finish(skip.calibrate(budget_s=1e9))
