@@ -260,6 +260,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
             "edgellm.contracts",
             "edgellm.config",
             "edgellm.locations",
+            "edgellm.own_loop",
             "edgellm.chat",
             "edgellm.cli.runtime",
             "edgellm_models.catalog",
@@ -268,6 +269,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         },
         set(),
     ),
+    "edgellm.own_loop": (set(), set()),
     "edgellm.__main__": ({"edgellm.cli"}, set()),
     "edgellm_quantize": (
         {"edgellm_kernels", "edgellm_models"},
