@@ -316,6 +316,8 @@ def load_runtime(
         prefill_chunk=chunk,
         max_running=min(at_once, max_running or at_once) if kv.has_tail else max_running or MAX_RUNNING,
         speculator=speculator,
+        # The CPU's kernels are done when they return: nothing would be in flight.
+        depth=int(device == "cuda" and not on_cpu and speculator is None),
         make_decoder=lambda request: StreamDecoder(
             tokenizer,
             # A constraint is about the answer's whole text, its first space included.

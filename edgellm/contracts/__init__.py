@@ -36,12 +36,14 @@ from edgellm.contracts.saved_chats import StoredMessage as StoredMessage
 from edgellm.contracts.steps import PENDING as PENDING
 from edgellm.contracts.steps import BlockCopy as BlockCopy
 from edgellm.contracts.steps import HostCopy as HostCopy
+from edgellm.contracts.steps import LaunchingRunner as LaunchingRunner
 from edgellm.contracts.steps import LayerGroup as LayerGroup
 from edgellm.contracts.steps import LayerKind as LayerKind
 from edgellm.contracts.steps import PlannedSequence as PlannedSequence
 from edgellm.contracts.steps import Runner as Runner
 from edgellm.contracts.steps import SequenceResult as SequenceResult
 from edgellm.contracts.steps import SequenceStart as SequenceStart
+from edgellm.contracts.steps import StepInFlight as StepInFlight
 from edgellm.contracts.steps import StepPlan as StepPlan
 from edgellm.contracts.steps import StepResult as StepResult
 from edgellm_models.errors import Notice as Notice

@@ -165,7 +165,24 @@ class StepResult:
     """Drafting passes in which these seconds went."""
 
 
+class StepInFlight(Protocol):
+    """A step that the runner has begun."""
+
+    def result(self) -> StepResult:
+        """Waits for the step."""
+        ...
+
+
 class Runner(Protocol):
     """Executes plans; ``FakeRunner`` in the tests plays a script."""
 
     def execute(self, plan: StepPlan) -> StepResult: ...
+
+
+class LaunchingRunner(Runner, Protocol):
+    """Can begin a step while the one before is in flight."""
+
+    def launch(self, plan: StepPlan) -> StepInFlight:
+        """Begins a plan, of which ids may be PENDING where the step launched before draws them. Results are
+        taken in the order of the launches."""
+        ...

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from edgellm.cache.eviction import WINDOW, EvictionPlan, make_plan
 from edgellm.cache.kv_manager import KVManager
@@ -16,6 +16,7 @@ from edgellm.contracts import (
     EngineStats,
     FinishReason,
     GenerationRequest,
+    LaunchingRunner,
     Notice,
     Runner,
     SequenceResult,
@@ -29,6 +30,7 @@ from edgellm.engine import wording
 from edgellm.engine.answer import Answer, AnswerStep, TextDecoder
 from edgellm.engine.checks import check_eviction, check_request
 from edgellm.engine.drafting import Drafting
+from edgellm.engine.flights import Flights
 from edgellm.engine.kv_exchange import KVExchange
 from edgellm.engine.saved_kv import KVIdentity
 from edgellm.engine.sequence import Sample
@@ -77,6 +79,7 @@ class Engine:
         recorder: StatsRecorder | None = None,
         stats_interval_s: float = 0.0,
         speculator: Speculator | None = None,
+        depth: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``token_budget``: rows of a step; by default a chunk beside a token of every other sample.
@@ -85,8 +88,12 @@ class Engine:
         ``kv_window`` and ``kv_budget``: tokens kept by requests with such a policy and no number themselves.
         ``kv_identity`` and ``model_name``: what files of saved KV state, see ``exchange``. ``speculator``
         drafts up to ``kv.lookahead`` tokens per sequence and step; None leaves that to the runner.
+        ``depth`` 1 keeps a step in flight while the next is planned, which a runner must be able to go by; 0
+        does one after another. Not with a ``speculator``: what it drafts goes by the text so far.
         ``stats_interval_s``: how old the stats may be by the end of a step that changed nobody's state.
         """
+        if depth and speculator is not None:
+            raise EngineError("drafts need the text so far: no step can be in flight beside them")
         self.context_length = context_length
         self.vocab_size = vocab_size
         self.max_running = max_running
@@ -116,7 +123,9 @@ class Engine:
             clock=clock,
             lookahead=kv.lookahead,
             rope_switch_length=rope_switch_length,
+            depth=depth,
         )
+        self._flights = Flights(cast("LaunchingRunner", runner), depth, clock) if depth else None
         self._samples: dict[int, Sample] = {}
         """What has not ended, by sequence id, in order of arrival."""
         self._open: dict[str, list[Sample]] = {}
@@ -171,7 +180,7 @@ class Engine:
             self._cancelled.add(request_id)
 
     def has_work(self) -> bool:
-        return bool(self._samples)
+        return bool(self._samples or self._flights)
 
     def refresh_stats(self) -> None:
         """Takes new stats now; steps do it by themselves."""
@@ -187,6 +196,8 @@ class Engine:
         events.extend(self._told_by_scheduler(start))
         if plan is not None:
             events.extend(self._run(self._drafting.planned(plan, drafts, self._samples), start))
+        elif self._flights:
+            events.extend(self._land(self._flights))
         elif self._samples and not events:
             raise EngineError(
                 f"nothing can run although {len(self._samples)} samples are open and no step is on its way"
@@ -300,10 +311,22 @@ class Engine:
 
     def _run(self, plan: StepPlan, start: float) -> list[TokenEvent]:
         events = self._mark_started(plan, start)
+        if self._flights is None:
+            self.on_execute()
+            began = self._clock()
+            return events + self._take(plan, self._runner.execute(plan), start, began)
+        self._flights.launch(plan, start)
+        return events + self._land(self._flights) if self._flights.too_many else events
+
+    def _land(self, flights: Flights) -> list[TokenEvent]:
         self.on_execute()
-        began = self._clock()
-        result = self._runner.execute(plan)
+        landed = flights.land()
+        return self._take(landed.plan, landed.result, landed.start, landed.began)
+
+    def _take(self, plan: StepPlan, result: StepResult, start: float, began: float) -> list[TokenEvent]:
+        """What a step brought, which was planned at ``start`` and ran since ``began``."""
         now = self._clock()
+        events: list[TokenEvent] = []
         decoded = 0
         # An answer may end inside of what a draft brought: nothing behind its end becomes part of its text or
         # of the cache.
@@ -461,7 +484,7 @@ class Engine:
         """Asserts that no block is lost or owned twice, and that nothing is in use when nothing is open."""
         self._kv.check_integrity()
         assert set(self._kv.sequences) <= set(self._samples), "a sequence that ended holds blocks"
-        assert self._samples or not self._scheduler.has_work()
+        assert self.has_work() or not self._scheduler.has_work()
 
 
 def _is_plain_token(result: SequenceResult) -> bool:

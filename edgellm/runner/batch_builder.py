@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from edgellm.contracts import PlannedSequence
+from edgellm.contracts import PENDING, PlannedSequence
 from edgellm_kernels.batch import ForwardBatch, GroupTables, TailTables
 
 
@@ -16,16 +16,22 @@ def build_batch(
     device: str = "cpu",
     tail: TailTables | None = None,
     groups: range | None = None,
+    drawn_at: Mapping[int, int] | None = None,
 ) -> ForwardBatch:
     """The batch of a plan's sequences, in order, with the logit rows that ``num_logit_rows`` counts.
 
     ``groups``: those of the sequences' layer groups that it is about, where they are not all of one model.
+    ``drawn_at``: by sequence id the place of its PENDING id among what the step before drew.
     """
     token_ids: list[int] = []
     positions: list[int] = []
     query_starts = [0]
     logit_rows: list[int] = []
+    pending: list[int] = []
     for sequence in sequences:
+        if drawn_at is not None:
+            place = drawn_at.get(sequence.sequence_id, -1)
+            pending.extend(place if token_id == PENDING else -1 for token_id in sequence.rows)
         token_ids.extend(sequence.rows)
         positions.extend(range(sequence.start_position, sequence.start_position + len(sequence.rows)))
         query_starts.append(len(token_ids))
@@ -44,6 +50,9 @@ def build_batch(
             dtype=torch.int64,
             device=device,
         ),
+        pending=torch.tensor(pending, dtype=torch.int64, device=device)
+        if any(p >= 0 for p in pending)
+        else None,
         groups=tuple(_group_tables(sequences, g, block_size, key_lengths, device, tail) for g in groups),
     )
 

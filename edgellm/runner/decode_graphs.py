@@ -8,9 +8,10 @@ from typing import Any, Protocol
 
 import torch
 
+from edgellm.runner.late_draws import MAX_DRAWN
 from edgellm.runner.step_buffers import StepBuffers, StepSize
 from edgellm.runner.step_program import ReadyRows
-from edgellm_kernels.batch import ForwardBatch, KVStorage
+from edgellm_kernels.batch import ForwardBatch, KVStorage, sent
 from edgellm_models.network.decoder import Decoder, LastRows
 from edgellm_models.network.sub_layers import SkippedSubLayers
 
@@ -104,6 +105,8 @@ class DecodeGraphs(Decoder):
         self.batch_device = "cpu"
         """Where whoever makes batches should make them: filling the buffers is then one copy."""
         self.counts = StepCounts()
+        self.drawn = torch.zeros(MAX_DRAWN, dtype=torch.int64, device=decoder.kernels.device)
+        """The ids that the last step drew, where pending ones of the next are taken from."""
         self._kv = tuple(kv)
         self._max_blocks = max_blocks
         self._graphs = graphs or CudaGraphs()
@@ -120,7 +123,7 @@ class DecodeGraphs(Decoder):
         size = None if skipped is not None and len(skipped) else self._size_of(batch, kv)
         if size is None:
             self.counts.eager += 1
-            return super().run(batch.to(self._device), kv, skipped)
+            return super().run(batch.to(self._device).with_drawn(self.drawn), kv, skipped)
         known = self._captured.get(size)
         if known is None:
             known = self._capture(size, batch)
@@ -133,7 +136,7 @@ class DecodeGraphs(Decoder):
         rows, wanted = batch.token_ids.shape[0], batch.logit_rows.shape[0]
         logits = known.logits[:rows]
         if wanted != rows:
-            logits = logits[batch.logit_rows.to(self._device)]
+            logits = logits[sent(batch.logit_rows, self._device)]
         return ReadyRows(self._empty, self._empty, logits)
 
     def logits(self, rows: LastRows) -> torch.Tensor:
@@ -168,7 +171,7 @@ class DecodeGraphs(Decoder):
 
         def run() -> None:
             with torch.no_grad():
-                logits.copy_(head(run_all(static, kv)))
+                logits.copy_(head(run_all(static.with_drawn(self.drawn), kv)))
 
         self._captured[size] = made = _Captured(buffers, logits, self._graphs.capture(run))
         self.counts.captured += 1

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from edgellm.runner.noise import row_key
+from edgellm_kernels.batch import sent
 from edgellm_kernels.ops import DrawTables, draw_rows
 
 if TYPE_CHECKING:
@@ -25,13 +26,15 @@ def can_draw(state: SamplerState) -> bool:
 
 def draw_many(
     logits: torch.Tensor, rows: Sequence[int], states: Sequence[SamplerState], positions: Sequence[int]
-) -> list[int]:
-    """The ids drawn from ``rows`` of the logits [all rows, vocab] f32 with finite largest elements.
+) -> torch.Tensor:
+    """The ids int64 [rows] drawn from ``rows`` of the logits [all rows, vocab] f32, on their device: nothing
+    waits for it. Of no sense where a row's largest element is not finite.
 
-    ``positions``: of the drawn tokens. One wait for the device.
+    ``positions``: of the drawn tokens.
     """
-    chosen = logits if list(rows) == list(range(logits.shape[0])) else logits[list(rows)]
     device = logits.device
+    everything = list(rows) == list(range(logits.shape[0]))
+    chosen = logits if everything else logits.index_select(0, sent(torch.tensor(list(rows)), device))
     keys = [row_key(state.seed, state.sample, at) for state, at in zip(states, positions, strict=True)]
     cuts = torch.full((len(rows),), float("-inf"), dtype=torch.float64, device=device)
     last_ids = torch.full((len(rows),), logits.shape[1], dtype=torch.int64, device=device)
@@ -40,15 +43,14 @@ def draw_many(
         if found is not None:
             cuts[index], last_ids[index] = found
     tables = DrawTables(
-        temperatures=torch.tensor(
-            [state.sampling.temperature for state in states], dtype=torch.float64, device=device
+        temperatures=sent(
+            torch.tensor([state.sampling.temperature for state in states], dtype=torch.float64), device
         ),
-        keys=torch.tensor([[key & _M32, key >> 32] for key in keys], dtype=torch.int64, device=device),
+        keys=sent(torch.tensor([[key & _M32, key >> 32] for key in keys], dtype=torch.int64), device),
         cuts=cuts,
         last_ids=last_ids,
     )
-    ids: list[int] = draw_rows(chosen, tables)[0].tolist()
-    return ids
+    return draw_rows(chosen, tables)[0]
 
 
 def _cut(logits: torch.Tensor, state: SamplerState) -> tuple[torch.Tensor, torch.Tensor] | None:

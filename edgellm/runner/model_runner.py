@@ -11,12 +11,13 @@ import torch
 from edgellm.contracts import PlannedSequence, SequenceResult, StepPlan, StepResult, TokenLogprob
 from edgellm.runner.batch_builder import build_batch, num_logit_rows
 from edgellm.runner.kv_state import KVState
+from edgellm.runner.late_draws import MAX_DRAWN, Fetch, FinishedStep, LateStep, has_pending, with_known
 from edgellm.runner.layer_drafts import Drafted, RunnerDrafter
 from edgellm.runner.lone_decode import lone_decode
 from edgellm.runner.pooler import Pooler
 from edgellm.runner.sampler import Draw, Sampler
 from edgellm.speculative.acceptance import COUPLED, num_kept
-from edgellm_kernels.batch import ForwardBatch, KVStorage
+from edgellm_kernels.batch import ForwardBatch, KVStorage, TailTables
 from edgellm_kernels.ops import block_scores
 from edgellm_models.errors import EngineError
 from edgellm_models.network.decoder import LastRows
@@ -85,6 +86,11 @@ class ModelRunner:
         self._sampler = Sampler(vocab_size, f16_kv=f16_kv, spec_rule=spec_rule)
         self._pooler = Pooler()
         self._lone = lone_decode(decoder, kv[: len(self._groups)])
+        drawn: torch.Tensor | None = getattr(decoder, "drawn", None)
+        self._fills_in = drawn is not None
+        """The decoder puts pending ids in by itself."""
+        self._drawn = torch.zeros(MAX_DRAWN, dtype=torch.int64, device=device) if drawn is None else drawn
+        self._launched: FinishedStep | LateStep | None = None
         self._max_rows = max(1, MAX_LOGIT_BYTES // (4 * vocab_size))
         self.row_sink: RowSink | None = None
         """Where there is one it is given every row of logits, and prompts are not scored here."""
@@ -134,14 +140,9 @@ class ModelRunner:
                     [lone] = drafted.sequences
                 result = _result(lone, self._lone.draw(lone, self._sampler), {})
                 return StepResult(plan.step, (result,), drafted.seconds, drafted.passes)
-        for sequence_id in plan.ended:
-            self._sampler.end(sequence_id)
-            self._pooler.end(sequence_id)
-        for start in plan.started:
-            self._sampler.start(start)
-            self._pooler.start(start)
-        with torch.inference_mode():
-            tail = self._kv.prepare(plan)
+        return self._run(plan, self._begin(plan))
+
+    def _run(self, plan: StepPlan, tail: TailTables | None) -> StepResult:
         if not plan.sequences:
             return StepResult(plan.step, ())
         with torch.inference_mode():
@@ -162,6 +163,59 @@ class ModelRunner:
                 for s in sequences
             ]
         return StepResult(plan.step, tuple(results), drafted.seconds, drafted.passes)
+
+    def launch(self, plan: StepPlan) -> FinishedStep | LateStep:
+        """See Runner. Where every id that the plan draws can be drawn on the device, this does not wait for
+        it; elsewhere the step is over when this returns."""
+        before, tail = self._launched, self._begin(plan)
+        late = self._draws_late(plan)
+        if before is not None and has_pending(plan) and not (late and isinstance(before, LateStep)):
+            plan = with_known(plan, before.token_ids())
+        if not late:
+            self._launched = FinishedStep(self._run(plan, tail))
+            return self._launched
+        wanted = [s for s in plan.sequences if s.needs_logits]
+        drawn_at = before.drawn_at if isinstance(before, LateStep) else None
+        with torch.inference_mode():
+            batch = build_batch(plan.sequences, self._block_size, self._device, tail, self._groups, drawn_at)
+            if not self._fills_in:
+                batch = batch.with_drawn(self._drawn)
+            rows = self._decoder.run(batch, self._kv.storages[: len(self._groups)])
+            fetch = None
+            if wanted:
+                ids, best = self._sampler.draw_late(
+                    self._decoder.logits(rows),
+                    [s.sequence_id for s in wanted],
+                    [s.start_position + len(s.token_ids) for s in wanted],
+                )
+                self._drawn[: len(wanted)].copy_(ids)
+                fetch = Fetch(ids, best)
+        places = {s.sequence_id: place for place, s in enumerate(wanted)}
+        self._launched = LateStep(plan, places, fetch, self._sampler)
+        return self._launched
+
+    def _draws_late(self, plan: StepPlan) -> bool:
+        """Whether nothing that the plan brings needs the host before the next step runs."""
+        if self.row_sink is not None or self.drafter is not None or not plan.sequences:
+            return False
+        if sum(s.needs_logits for s in plan.sequences) > min(MAX_DRAWN, self._max_rows):
+            return False
+        return all(
+            not (s.draft_token_ids or s.token_masks or s.prompt_logits or s.num_states or s.score_blocks)
+            and (not s.needs_logits or self._sampler.draws_late(s.sequence_id))
+            for s in plan.sequences
+        )
+
+    def _begin(self, plan: StepPlan) -> TailTables | None:
+        """What a plan says of sequences and of their KV before anything runs."""
+        for sequence_id in plan.ended:
+            self._sampler.end(sequence_id)
+            self._pooler.end(sequence_id)
+        for start in plan.started:
+            self._sampler.start(start)
+            self._pooler.start(start)
+        with torch.inference_mode():
+            return self._kv.prepare(plan)
 
     def _drafted(self, plan: StepPlan) -> Drafted:
         if self.drafter is None:

@@ -31,6 +31,7 @@ from edgellm.runner.noise import row_key, uniform
 from edgellm.runner.penalties import LogitAdjuster
 from edgellm.runner.token_mask import unpack_masks
 from edgellm.speculative.acceptance import COUPLED, REJECTION, verified_run
+from edgellm_kernels.batch import sent
 from edgellm_kernels.ops import largest
 
 
@@ -148,7 +149,7 @@ class Sampler:
             rows = [row for row, fine in enumerate(usable) if fine and row not in mask_rows]
             rows = [row for row in rows if can_draw(owners[row])]
             ids = draw_many(logits, rows, [owners[row] for row in rows], [row_positions[row] for row in rows])
-            there = dict(zip(rows, ids, strict=True))
+            there = dict(zip(rows, ids.tolist(), strict=True))
 
         def draw(state: SamplerState, row: int, position: int, drafted: int | None) -> int | None:
             """The token of a row; None, and the reason in ``draws``, where there is none."""
@@ -189,6 +190,33 @@ class Sampler:
             first += len(draft) + 1
         self._add_logprobs(draws, logits, owners)
         return [[one for one in draws[begin : begin + count] if one is not None] for begin, count in spans]
+
+    def draws_late(self, sequence_id: int) -> bool:
+        """Whether ``draw_late`` can draw for a sequence, from rows without a mask or a draft."""
+        state = self._states[sequence_id]
+        return state.logprobs is None and (state.is_plain_greedy or can_draw(state))
+
+    def draw_late(
+        self, logits: torch.Tensor, sequence_ids: Sequence[int], positions: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What ``sample`` draws, without a wait for the device: ids int64 [rows] and the largest logits f32
+        [rows], both where the logits lie. A row whose largest logit is not finite has no id: see ``late``."""
+        best, ids = largest(logits)
+        states = [self._states[sequence_id] for sequence_id in sequence_ids]
+        rows = [row for row, state in enumerate(states) if not state.is_plain_greedy]
+        if rows:
+            drawn = draw_many(logits, rows, [states[row] for row in rows], [positions[row] for row in rows])
+            places = sent(torch.tensor(rows), logits.device)
+            ids = drawn if len(rows) == len(states) else ids.index_copy(0, places, drawn)
+        # The step behind one that went wrong runs before that is known.
+        return ids.clamp(0, self._vocab_size - 1), best
+
+    def late(self, token_id: int, largest_logit: float, position: int) -> Draw:
+        """The draw of a row of ``draw_late``, once its id and largest logit are known."""
+        if math.isfinite(largest_logit):
+            return Draw(token_id)
+        what = {"nan": "NaN", "inf": "infinite values"}.get(f"{largest_logit}", "nothing but -inf")
+        return Draw(error=_bad(f"{what} in {self._vocab_size} logits", position, self._f16_kv))
 
     def guess(
         self, logits: torch.Tensor, sequence_ids: Sequence[int], positions: Sequence[int]
@@ -298,7 +326,11 @@ class Sampler:
 def _describe_bad(row: torch.Tensor, position: int, f16_kv: bool = False) -> str:
     nans, infinite = int(torch.isnan(row).sum()), int(torch.isposinf(row).sum())
     what = f"{nans} NaN and {infinite} infinite values" if nans or infinite else "nothing but -inf"
+    return _bad(f"{what} in {row.numel()} logits", position, f16_kv)
+
+
+def _bad(what: str, position: int, f16_kv: bool) -> str:
     why = "damaged weights?"
     if f16_kv:
         why = "the KV cache is f16, which ends at 65504: try --kv-dtype bf16 or f32; else damaged weights?"
-    return f"the model computed {what} in {row.numel()} logits at position {position}; {why}"
+    return f"the model computed {what} at position {position}; {why}"

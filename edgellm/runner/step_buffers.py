@@ -38,18 +38,27 @@ class _Packed:
             places[name] = (total, count, shape)
             total += -(-count // step) * step
         self._device = torch.zeros(total, dtype=dtype, device=device)
-        self._host = torch.zeros(total, dtype=dtype, pin_memory=device.type == "cuda")
         self.there = {n: self._device[a : a + c].view(shape) for n, (a, c, shape) in places.items()}
-        self.here = {n: self._host[a : a + c].view(shape) for n, (a, c, shape) in places.items()}
+        # Two twins in turn: the copy of the step that is in flight need not be over while the next is filled
+        # in, that of the step before it is.
+        self._hosts = [torch.zeros(total, dtype=dtype, pin_memory=device.type == "cuda") for _ in range(2)]
+        self._views = [
+            {n: host[a : a + c].view(shape) for n, (a, c, shape) in places.items()} for host in self._hosts
+        ]
+
+    @property
+    def here(self) -> dict[str, torch.Tensor]:
+        """The parts of the twin that is sent next."""
+        return self._views[0]
 
     def send(self) -> None:
-        # NOTE: the next step may fill the host's side only when this copy is over; whoever samples waits for
-        # the step, and so for the copy before it.
-        self._device.copy_(self._host, non_blocking=True)
+        self._device.copy_(self._hosts[0], non_blocking=True)
+        self._hosts.reverse()
+        self._views.reverse()
 
     def poison(self) -> None:
-        self._device.fill_(-(1 << 30))
-        self._host.fill_(-(1 << 30))
+        for tensor in (self._device, *self._hosts):
+            tensor.fill_(-(1 << 30))
 
 
 class StepBuffers:
@@ -57,7 +66,7 @@ class StepBuffers:
 
     def __init__(self, size: StepSize, block_size: int, device: torch.device) -> None:
         rows, sequences = size.rows, size.sequences
-        long: dict[str, tuple[int, ...]] = {"token_ids": (rows,), "positions": (rows,)}
+        long: dict[str, tuple[int, ...]] = {"token_ids": (rows,), "positions": (rows,), "pending": (rows,)}
         short: dict[str, tuple[int, ...]] = {"query_starts": (sequences + 1,), "key_lengths": (sequences,)}
         for group, width in enumerate(size.widths):
             long[f"slots {group}"] = (rows,)
@@ -73,6 +82,7 @@ class StepBuffers:
             logit_rows=torch.arange(rows, device=device),
             max_query=size.queries,
             max_key=max(size.widths) * block_size,
+            pending=wide["pending"],
             groups=tuple(
                 GroupTables(
                     block_table=narrow[f"table {group}"],
@@ -91,6 +101,9 @@ class StepBuffers:
         for name, values in (("token_ids", batch.token_ids), ("positions", batch.positions)):
             wide[name][:rows] = values
             wide[name][rows:] = 0
+        wide["pending"].fill_(-1)
+        if batch.pending is not None:
+            wide["pending"][:rows] = batch.pending
         narrow["query_starts"][: sequences + 1] = batch.query_starts
         narrow["query_starts"][sequences + 1 :] = rows
         narrow["key_lengths"][:sequences] = batch.groups[0].key_lengths

@@ -107,6 +107,15 @@ class ForwardBatch:
     """[sequences] int64: the length by which dynamic and longrope scaling choose their angles; other scalings
     ignore it. None takes the keys that exist after this pass. A prompt that runs in chunks passes its whole
     length with each, so that the cut changes nothing."""
+    pending: torch.Tensor | None = None
+    """[tokens] int64 where some ids are not known yet: per row the place of its id among those that the step
+    before drew, or -1 where ``token_ids`` has it. Whoever runs the batch puts them in, see ``with_drawn``."""
+
+    def with_drawn(self, drawn: torch.Tensor) -> ForwardBatch:
+        """The batch with its pending ids: those at their places in ``drawn`` [n] int64, on its device."""
+        if self.pending is None:
+            return self
+        return replace(self, token_ids=filled_ids(self.token_ids, self.pending, drawn), pending=None)
 
     def to(self, device: torch.device) -> ForwardBatch:
         """The batch on a device; itself where it lies there already. Not with an unquantized tail."""
@@ -115,7 +124,7 @@ class ForwardBatch:
         assert all(group.tail is None for group in self.groups)
 
         def there(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(device)
+            return sent(tensor, device)
 
         return replace(
             self,
@@ -124,6 +133,7 @@ class ForwardBatch:
             query_starts=there(self.query_starts),
             logit_rows=there(self.logit_rows),
             rope_lengths=None if self.rope_lengths is None else there(self.rope_lengths),
+            pending=None if self.pending is None else there(self.pending),
             groups=tuple(
                 GroupTables(
                     there(group.block_table),
@@ -134,6 +144,19 @@ class ForwardBatch:
                 for group in self.groups
             ),
         )
+
+
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host tensor on a device, without a wait for what the device does by now: a copy from memory that is
+    not pinned would wait for all of it."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def filled_ids(token_ids: torch.Tensor, pending: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    """Token ids [tokens] int64, those with a place in ``pending`` from ``drawn``."""
+    return torch.where(pending < 0, token_ids, drawn[pending.clamp_min(0)])
 
 
 @dataclass

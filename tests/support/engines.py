@@ -16,11 +16,13 @@ from edgellm.contracts import (
     FinishReason,
     GenerationRequest,
     SamplingParams,
+    StepInFlight,
     StepPlan,
     StepResult,
     TokenEvent,
 )
 from edgellm.engine.engine import Engine
+from edgellm.runner.decode_graphs import DecodeGraphs, EagerReplay
 from edgellm.runner.draft_model import DraftModel
 from edgellm.runner.layer_drafts import LayerDrafts, RunnerDrafter
 from edgellm.runner.model_runner import ModelRunner
@@ -29,6 +31,7 @@ from edgellm.speculative.speculator import Speculator
 from edgellm_kernels.batch import KVStorage
 from edgellm_models.checkpoint import open_checkpoint
 from edgellm_models.network.build import build_decoder
+from edgellm_models.network.decoder import Decoder
 from edgellm_models.network.spec import LayerSpec, ModelSpec, RopeSpec
 from edgellm_models.network.sub_layers import SkippedSubLayers
 from edgellm_models.tokenizer import load_tokenizer
@@ -62,11 +65,14 @@ def load_engine(
     poison: bool = False,
     skipped: SkippedSubLayers | None = None,
     draft: Path | None = None,
+    depth: int = 0,
+    graphs: bool = False,
 ) -> LoadedEngine:
     """The engine of a model file or folder, with any chunk and block size. ``num_blocks``: of each layer
     group, instead of those of one whole context; ``host_blocks``: of each group, for paused requests;
     ``poison``: slots that a step has yet to write hold NaN; ``skipped``: sub-layers that drafts by layers
-    leave out; ``draft``: a draft model."""
+    leave out; ``draft``: a draft model; ``depth``: steps in flight; ``graphs``: decode steps replay in static
+    buffers, which are poisoned between two."""
     checkpoint = open_checkpoint(path)
     tokenizer = load_tokenizer(path, checkpoint.file_format, checkpoint.metadata)
     decoder = build_decoder(checkpoint, kernels=kernels)
@@ -83,6 +89,10 @@ def load_engine(
         num_rings=max_running,
     )
     program = choose_program(decoder, storage)
+    if graphs:
+        assert isinstance(program, Decoder), "with the torch kernels"
+        most_blocks = max(pages.num_blocks for pages in storage)
+        program = DecodeGraphs(program, storage, max_blocks=most_blocks, graphs=EagerReplay(), poison=True)
     drafter: RunnerDrafter | None = None if skipped is None else LayerDrafts(program, skipped)
     own_groups = len(groups)
     if draft is not None:
@@ -133,6 +143,7 @@ def load_engine(
         max_running=max_running,
         token_budget=token_budget,
         speculator=speculator,
+        depth=depth,
     )
     return LoadedEngine(engine, tokenizer, storage)
 
@@ -146,11 +157,18 @@ class PoisoningRunner:
         self._storage = storage
 
     def execute(self, plan: StepPlan) -> StepResult:
+        self._poison_all(plan)
+        return self._runner.execute(plan)
+
+    def launch(self, plan: StepPlan) -> StepInFlight:
+        self._poison_all(plan)
+        return self._runner.launch(plan)
+
+    def _poison_all(self, plan: StepPlan) -> None:
         with torch.inference_mode():
             for planned in plan.sequences:
                 for pages, table in zip(self._storage, planned.block_tables, strict=True):
                     self._poison(pages, table, planned.start_position)
-        return self._runner.execute(plan)
 
     @staticmethod
     def _poison(pages: KVStorage, table: Sequence[int], start: int) -> None:
