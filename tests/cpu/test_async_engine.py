@@ -20,6 +20,7 @@ from edgellm.engine.event_queue import MAX_PENDING, EventQueue, MergedEvents, wa
 from edgellm_models.errors import BadInputError, EngineError, Notice
 from edgellm_models.tokenizer.stream_decoder import StreamDecoder
 from tests.support.fake_engine import ByteTokenizer, FakeAnswer, FakeEngine, FakeRunner
+from tests.support.waiting import until
 
 SCRIPT = tuple(b"hello world")
 
@@ -55,13 +56,6 @@ def request(
 
 async def collect(stream: TokenStream) -> list[TokenEvent]:
     return [event async for event in stream]
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "it never happened"
-        await asyncio.sleep(0.005)
 
 
 def text_of(events: list[TokenEvent]) -> str:

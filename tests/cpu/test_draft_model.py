@@ -14,9 +14,9 @@ from edgellm.config import EngineConfig
 from edgellm.contracts import GenerationRequest, SamplingParams
 from edgellm.speculative.speculator import Speculator
 from edgellm_models.errors import BadInputError, UsageError
-from tests.cpu.test_speculation import BLOCK, REPEATS, mixed_requests, outcomes, proposed
 from tests.support.engines import LoadedEngine, load_engine, run_all
 from tests.support.native_cases import needs_native
+from tests.support.speculation import BLOCK, REPEATS, mixed_requests, outcomes, proposed
 from tests.support.tiny_models import make_tiny
 
 AHEAD = 5

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from edgellm.contracts import FinishReason, GenerationRequest, SamplingParams, TokenEvent
-from tests.support.engines import LoadedEngine, Result, load_engine, run_all
+from tests.support.engines import LoadedEngine, Result, joined, load_engine, run_all, run_joining
 from tests.support.real_models import real_model
 from tests.support.tiny_models import ARCHITECTURES, make_tiny
 
@@ -47,27 +47,6 @@ def alone(path: Path, prompts: Sequence[Sequence[int]], count: int, **options: o
 def assert_same(results: Sequence[Result], expected: Sequence[Sequence[int]]) -> None:
     for index, (result, ids) in enumerate(zip(results, expected, strict=True)):
         assert result.token_ids[: len(ids)] == list(ids), f"request {index}"
-
-
-def run_joining(loaded: LoadedEngine, requests: Sequence[GenerationRequest], every: int) -> list[Result]:
-    """A new request every few steps, while the others run."""
-    events: list[TokenEvent] = []
-    waiting = list(requests)
-    steps = 0
-    while waiting or loaded.engine.has_work():
-        if waiting and steps % every == 0:
-            loaded.engine.submit(waiting.pop(0))
-        events += loaded.engine.step()
-        loaded.engine.check_integrity()
-        steps += 1
-    return [joined(events, one.request_id) for one in requests]
-
-
-def joined(events: Sequence[TokenEvent], request_id: str, sample: int = 0) -> Result:
-    own = [e for e in events if e.request_id == request_id and e.sample == sample]
-    assert own[-1].finish_reason is not None
-    text = "".join(e.text for e in own)
-    return Result([t for e in own for t in e.token_ids], text, own[-1].finish_reason, own)
 
 
 def cached(result: Result) -> int:

@@ -18,20 +18,13 @@ from edgellm.contracts import GenerationRequest, SamplingParams
 from edgellm.engine import async_engine
 from edgellm.runner.skip_probe import SkipProbe, probe_bytes
 from edgellm_models.network.sub_layers import SkippedSubLayers
-from tests.cpu.test_async_engine import until
-from tests.cpu.test_skip_probe import COSTS, DEAD, LAYERS, give_costs
-from tests.support.dead_layers import make_with_dead
+from tests.support.skip_probe import COSTS, DEAD, give_costs, make_partly_dead
+from tests.support.waiting import until
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_with_dead(
-        "llama",
-        tmp_path_factory.mktemp("m"),
-        num_layers=LAYERS,
-        attention=DEAD.attention,
-        feed_forward=DEAD.feed_forward,
-    )
+    return make_partly_dead(tmp_path_factory.mktemp("m"))
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -21,25 +20,16 @@ from edgellm_models.checkpoint import open_checkpoint
 from edgellm_models.network.build import build_decoder
 from edgellm_models.network.decoder import Decoder
 from edgellm_models.network.sub_layers import SkippedSubLayers
-from tests.support.dead_layers import make_with_dead
 from tests.support.engines import Result, run_all
 from tests.support.paged import PagedRun
+from tests.support.skip_probe import COSTS, DEAD, LAYERS, give_costs, make_partly_dead
 
-LAYERS = 8
-DEAD = SkippedSubLayers.of(attention=(1, 3, 5), feed_forward=(2, 3, 6))
-COSTS = Costs(0.06, 0.06, {2: 1.02, 4: 1.05, 8: 1.1, 16: 1.2})
 PROMPTS = ([5, 9, 33, 70, 12, 8, 101], list(range(40, 60)), [7, 7, 9])
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_with_dead(
-        "llama",
-        tmp_path_factory.mktemp("m"),
-        num_layers=LAYERS,
-        attention=DEAD.attention,
-        feed_forward=DEAD.feed_forward,
-    )
+    return make_partly_dead(tmp_path_factory.mktemp("m"))
 
 
 def prepared(folder: Path, kv: str = "f32") -> tuple[SkipProbe, Decoder]:
@@ -112,21 +102,6 @@ def test_relative_changes_are_those_of_the_residual_stream(folder: Path) -> None
 def loaded(folder: Path, spec: str) -> Runtime:
     resolved = EngineConfig(spec=spec, ctx=256, kernels="torch").resolve(environ={})
     return load_runtime(resolved, folder, "tiny")
-
-
-def give_costs(costs: Costs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Costs that are no chance."""
-
-    def measured(self: SkipProbe) -> Generator[None, None, Costs]:
-        yield
-        return costs
-
-    def of_pass(self: SkipProbe, skipped: SkippedSubLayers) -> Generator[None, None, float]:
-        yield
-        return costs.of_pass(skipped)
-
-    monkeypatch.setattr(SkipProbe, "costs", measured)
-    monkeypatch.setattr(SkipProbe, "pass_cost", of_pass)
 
 
 def profile_of(skip: LayerSkip, monkeypatch: pytest.MonkeyPatch) -> SkipProfile:

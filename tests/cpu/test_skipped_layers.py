@@ -15,10 +15,10 @@ from edgellm_models.checkpoint import open_checkpoint
 from edgellm_models.network.build import build_decoder
 from edgellm_models.network.decoder import Decoder
 from edgellm_models.network.sub_layers import SkippedSubLayers
-from tests.cpu.test_speculation import BLOCK, KINDS, check_rounds, mixed_requests, outcomes, proposed
 from tests.support.dead_layers import make_with_dead
 from tests.support.engines import LoadedEngine, load_engine, run_all
 from tests.support.paged import PagedRun, relative_error
+from tests.support.speculation import BLOCK, KINDS, check_rounds, mixed_requests, outcomes, proposed
 
 LAYERS = 10
 DEAD = SkippedSubLayers.of(attention=(2, 3, 5, 8), feed_forward=(1, 3, 6, 7))

@@ -29,9 +29,8 @@ from edgellm.runner.step_buffers import StepBuffers, StepSize
 from edgellm.speculative.speculator import make_speculator
 from edgellm_kernels.batch import filled_ids
 from edgellm_models.errors import EngineError
-from tests.cpu.test_engine_batching import joined, run_joining
 from tests.support.bigram import make_bigram
-from tests.support.engines import LoadedEngine, load_engine, run_all
+from tests.support.engines import LoadedEngine, joined, load_engine, run_all, run_joining
 from tests.support.tiny_models import make_tiny
 
 DRAWN = SamplingParams(temperature=0.9, top_k=30, top_p=0.95, min_p=0.02, seed=7, max_new_tokens=14)

@@ -210,6 +210,28 @@ def run_all(engine: Engine, requests: Sequence[GenerationRequest]) -> list[Resul
     return results
 
 
+def run_joining(loaded: LoadedEngine, requests: Sequence[GenerationRequest], every: int) -> list[Result]:
+    """A new request every few steps, while the others run."""
+    events: list[TokenEvent] = []
+    waiting = list(requests)
+    steps = 0
+    while waiting or loaded.engine.has_work():
+        if waiting and steps % every == 0:
+            loaded.engine.submit(waiting.pop(0))
+        events += loaded.engine.step()
+        loaded.engine.check_integrity()
+        steps += 1
+    return [joined(events, one.request_id) for one in requests]
+
+
+def joined(events: Sequence[TokenEvent], request_id: str, sample: int = 0) -> Result:
+    """The events of one sample as its answer."""
+    own = [e for e in events if e.request_id == request_id and e.sample == sample]
+    assert own[-1].finish_reason is not None
+    text = "".join(e.text for e in own)
+    return Result([t for e in own for t in e.token_ids], text, own[-1].finish_reason, own)
+
+
 def run_one(loaded: LoadedEngine, prompt: str | Sequence[int], sampling: SamplingParams) -> Result:
     """One answer to a text or to ids."""
     ids = loaded.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
