@@ -70,9 +70,9 @@ def test_a_model_is_calibrated_when_it_is_idle_after_an_answer(
         await asyncio.sleep(0.2)
         assert "not calibrated" in runtime.core.stats.draft_state
         before = await answer(runtime, "a")
-        await until(lambda: "calibrating" in runtime.core.stats.draft_state)
+        await until(lambda: "calibrating" in runtime.core.stats.draft_state, 120)
         assert await answer(runtime, "b") == before
-        await until(lambda: engine._idle_work is None)
+        await until(lambda: engine._idle_work is None, 240)
         state = runtime.core.stats.draft_state
         assert "skip" in state and "calibrat" not in state
         assert await answer(runtime, "c") == before
