@@ -154,13 +154,16 @@ class SkipProbe:
                         part[:, copy] = part[:, text.table[last]]
             table = (*text.table[:last], copy)
             rows.append(self._planned(index, [text.token_ids[position]], position, table))
-        for start in range(0, len(rows), ROWS):
-            batch = build_batch(rows[start : start + ROWS], BLOCK, self._device)
+        # All before the first logits: small tensors that are made between two of them stay in the hole that the
+        # first have left, and every batch would take new memory.
+        parts = (rows[start : start + ROWS] for start in range(0, len(rows), ROWS))
+        self._batches = [build_batch(part, BLOCK, self._device) for part in parts]
+        for index, batch in enumerate(self._batches):
             logits = self._logits(batch)
-            self._batches.append(batch)
             self._best.append(logits.argmax(dim=-1))
-            if start < ROUGH_PLACES:
+            if index * ROWS < ROUGH_PLACES:
                 self._likely.append([_Likely.of(row) for row in logits])
+            del logits
             yield
 
     def _planned(
