@@ -154,8 +154,8 @@ class SkipProbe:
                         part[:, copy] = part[:, text.table[last]]
             table = (*text.table[:last], copy)
             rows.append(self._planned(index, [text.token_ids[position]], position, table))
-        # All before the first logits: small tensors that are made between two of them stay in the hole that the
-        # first have left, and every batch would take new memory.
+        # All before the first logits: small tensors that are made between two of them stay in the hole that
+        # the first have left, and every batch would take new memory.
         parts = (rows[start : start + ROWS] for start in range(0, len(rows), ROWS))
         self._batches = [build_batch(part, BLOCK, self._device) for part in parts]
         for index, batch in enumerate(self._batches):
