@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from edgellm.contracts import BlockCopy, HostCopy
-from edgellm_kernels.batch import KVStorage
+from edgellm_kernels.batch import KVStorage, movable
 from edgellm_models.errors import ResourceError
 
 
@@ -85,6 +85,7 @@ def apply_copies(
 def copy_blocks(source: KVStorage, target: KVStorage, sources: Sequence[int], targets: Sequence[int]) -> None:
     """Blocks of all layers with their scales; the sources are read before a target is written."""
     for from_pages, to_pages in zip(source.pages(), target.pages(), strict=True):
+        from_pages, to_pages = movable(from_pages), movable(to_pages)
         blocks = from_pages.index_select(1, torch.tensor(sources, device=from_pages.device))
         to_pages.index_copy_(1, torch.tensor(targets, device=to_pages.device), blocks.to(to_pages.device))
 

@@ -9,6 +9,10 @@ from edgellm.cache.block_pool import blocks_for
 KV_BITS = {"f32": 32, "f16": 16, "bf16": 16, "fp8": 8, "int8": 8, "int4": 4}
 INT4_GROUP = 32
 """Elements of an int4 row that share an f16 scale."""
+SCALED_KV = ("fp8", "int8", "int4")
+"""Types whose rows have f16 scales: one each, int4's one per INT4_GROUP elements."""
+KV_ON_TORCH = ("fp8", "int4")
+"""Types whose rows torch writes and reads beside native kernels, which have none for them."""
 TAIL_SLOTS = 16 + 128 + 32
 """Positions of a running sequence that an int4 cache keeps in bf16 too: the first block, the last ones, and
 room for rejected drafts."""
@@ -26,11 +30,8 @@ def auto_kv_types(device: str, *, exact: bool) -> tuple[str, ...]:
 
 def head_bytes(kv_dtype: str, dim: int) -> int:
     """Bytes of K or V of one head at one position, its f16 scales included."""
-    if kv_dtype == "int4":
-        return dim // 2 + 2 * (dim // INT4_GROUP)
-    if kv_dtype == "int8":
-        return dim + 2
-    return dim * KV_BITS[kv_dtype] // 8
+    num_scales = 0 if kv_dtype not in SCALED_KV else dim // INT4_GROUP if kv_dtype == "int4" else 1
+    return dim * KV_BITS[kv_dtype] // 8 + 2 * num_scales
 
 
 def window_tokens(tokens: int, window: int | None, block_size: int | None) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from edgellm.cache import kv_sizes
-from edgellm.cache.kv_sizes import auto_kv_types, head_bytes
+from edgellm.cache.kv_sizes import SCALED_KV, auto_kv_types, head_bytes
 from edgellm.cache.sequence_blocks import GroupLayout
 from edgellm_kernels.batch import INT4_GROUP, TAIL_POSITIONS, KVStorage, TailStorage
 from edgellm_models.errors import BadInputError, Notice, ResourceError
@@ -21,6 +21,7 @@ _TORCH_DTYPES = {
     "f32": torch.float32,
     "f16": torch.float16,
     "bf16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
     "int8": torch.int8,
     "int4": torch.uint8,  # two elements per byte
 }
@@ -92,7 +93,7 @@ def choose_kv_type(
 
     auto takes the first of ``auto_kv_types`` (``exact``: see there), whichever context it leaves room for,
     unless a context was asked for: then the first whose cache takes at most half of the free memory, and
-    int8 where none does. int4 is never taken unasked.
+    int8 where none does. int4 and fp8 are never taken unasked.
     """
     if name != "auto":
         chosen = kv_type(name)
@@ -271,7 +272,7 @@ def _pages(
     """Data and scales."""
     width = dim // 2 if name == "int4" else dim
     data = torch.empty((*shape, width), dtype=_TORCH_DTYPES[name], device=device)
-    if name not in ("int8", "int4"):
+    if name not in SCALED_KV:
         return data, None
     num_scales = dim // INT4_GROUP if name == "int4" else 1
     return data, torch.empty((*shape, num_scales), dtype=torch.float16, device=device)

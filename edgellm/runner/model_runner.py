@@ -17,7 +17,7 @@ from edgellm.runner.lone_decode import lone_decode
 from edgellm.runner.pooler import Pooler
 from edgellm.runner.sampler import Draw, Sampler
 from edgellm.speculative.acceptance import COUPLED, num_kept
-from edgellm_kernels.batch import ForwardBatch, KVStorage, TailTables
+from edgellm_kernels.batch import ForwardBatch, KVStorage, TailTables, movable
 from edgellm_kernels.ops import block_scores
 from edgellm_models.errors import EngineError
 from edgellm_models.network.decoder import LastRows
@@ -104,7 +104,10 @@ class ModelRunner:
         with torch.inference_mode(False):
             return [
                 tuple(
-                    part.index_select(1, torch.tensor(ids, dtype=torch.int64, device=part.device)).to("cpu")
+                    movable(part)
+                    .index_select(1, torch.tensor(ids, dtype=torch.int64, device=part.device))
+                    .to("cpu")
+                    .view(part.dtype)
                     for part in group.pages()
                 )
                 for group, ids in zip(self._kv.storages, blocks, strict=True)
@@ -123,7 +126,7 @@ class ModelRunner:
                 chosen = source if list(here) == list(range(source.shape[1])) else source[:, list(here)]
                 where = torch.tensor(list(ids), dtype=torch.int64, device=target.device)
                 with torch.inference_mode():
-                    target.index_copy_(1, where, chosen.to(target.device))
+                    movable(target).index_copy_(1, where, movable(chosen).to(target.device))
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs one plan. Unusable logits are an error of their sequence; a failing kernel raises."""

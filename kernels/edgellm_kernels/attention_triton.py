@@ -10,6 +10,7 @@ from edgellm_kernels import attention_torch, rope_triton
 from edgellm_kernels.attention_plan_torch import TorchAttentionPlan
 from edgellm_kernels.batch import ForwardBatch, GroupTables, KVStorage
 from edgellm_kernels.gpu_configs import attention_tile
+from edgellm_kernels.kv_pages_triton import FP8, e4m3_scales, load_tile, page_bytes, page_form
 from edgellm_kernels.operands import Prepared
 
 _SPLIT_PROGRAMS = 256
@@ -18,23 +19,14 @@ _SPLIT_KEYS = 256
 """A split is not worth its part of the result for fewer keys than this."""
 
 
-@triton.jit
-def _kv_tile(pages, scales, row, element, seen, DIM: tl.constexpr, INT8: tl.constexpr):
-    """Rows of a page, f32; zeros where not seen: what lies there may be anything."""
-    tile = tl.load(pages + row * DIM + element, mask=seen & (element < DIM), other=0).to(tl.float32)
-    if INT8:
-        tile *= tl.load(scales + row, mask=seen, other=0.0).to(tl.float32)
-    return tile
-
-
 @triton.jit(do_not_specialize=("table_width", "num_rows", "splits"))
 def attention_kernel(
     q, keys, values, key_scales, value_scales, block_table, block_starts, key_lengths, positions,
     query_starts, sinks, out, peaks, sums, table_width, num_rows, num_heads, num_kv_heads, scale, window,
     softcap, splits,
     GROUP: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_PAD: tl.constexpr, V_PAD: tl.constexpr,
-    PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, INT8_KEYS: tl.constexpr,
-    INT8_VALUES: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, KEYS_AS: tl.constexpr,
+    VALUES_AS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
     SPLIT: tl.constexpr, PRECISION: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows (query, head of a GQA group) of a sequence, over one split of its visible blocks.
@@ -89,10 +81,12 @@ def attention_kernel(
             key_position = tl.load(block_starts + table + block, mask=inside, other=0) + slot % PAGE
             inside = inside & (key_position < length)
             key_row = (page * PAGE + slot % PAGE) * num_kv_heads + kv_head
-            k_tile = _kv_tile(
-                keys, key_scales, key_row[None, :], element[:, None], inside[None, :], K_DIM, INT8_KEYS
+            k_tile = load_tile(
+                keys, key_scales, key_row[None, :], element[:, None], inside[None, :], K_DIM, KEYS_AS
             )
             scores = tl.dot(q_tile, k_tile, input_precision=PRECISION)
+            if KEYS_AS == FP8:
+                scores *= e4m3_scales(key_scales, key_row, inside)[None, :]
             if CAPPED:
                 # tanh by exp, whose argument is never positive: nothing overflows.
                 ratio = tl.abs(scores) / softcap
@@ -108,17 +102,19 @@ def attention_kernel(
             base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
             weights = tl.exp2(scores - base[:, None])
             shrink = tl.exp2(peak - base)
-            v_tile = _kv_tile(
+            v_tile = load_tile(
                 values,
                 value_scales,
                 key_row[:, None],
                 v_element[None, :],
                 inside[:, None],
                 V_DIM,
-                INT8_VALUES,
+                VALUES_AS,
             )
             sum_ = sum_ * shrink + tl.sum(weights, axis=1)
             total = total * shrink[:, None]
+            if VALUES_AS == FP8:
+                weights *= e4m3_scales(value_scales, key_row, inside)[None, :]
             total = tl.dot(weights, v_tile, total, input_precision=PRECISION)
             peak = new_peak
         mask = present[:, None] & (v_element < V_DIM)[None, :]
@@ -201,8 +197,9 @@ def paged_attention(
         return Prepared(out)
     exact = dtype == torch.float32
     quantized = kv.key_scales is not None or kv.value_scales is not None
+    fp8 = torch.float8_e4m3fn in (keys.dtype, values.dtype)
     hopper = q.device.type == "cuda" and torch.cuda.get_device_capability(q.device)[0] == 9
-    sizes = attention_tile(batch.max_query * group, max(k_dim, v_dim), quantized, exact, hopper)
+    sizes = attention_tile(batch.max_query * group, max(k_dim, v_dim), quantized, exact, hopper, fp8)
     tiles = triton.cdiv(batch.max_query * group, sizes.rows) * num_kv_heads
     splits = num_splits(sequences * tiles, batch.max_key)
     parts, peaks, sums = out, out, out
@@ -211,8 +208,8 @@ def paged_attention(
         peaks, sums = out.new_empty((2, splits, tokens, num_heads))
     attention_kernel[(sequences, tiles, splits)](
         q=rope_triton.hadamard(q) if kv.rotates_keys else q.float().contiguous(),
-        keys=keys,
-        values=values,
+        keys=page_bytes(keys),
+        values=page_bytes(values),
         key_scales=keys if kv.key_scales is None else kv.key_scales[layer],
         value_scales=values if kv.value_scales is None else kv.value_scales[layer],
         block_table=tables.block_table.contiguous(),
@@ -240,8 +237,8 @@ def paged_attention(
         PAGE=kv.block_size,
         ROWS=sizes.rows,
         KEYS=sizes.keys,
-        INT8_KEYS=keys.dtype == torch.int8,
-        INT8_VALUES=values.dtype == torch.int8,
+        KEYS_AS=page_form(keys),
+        VALUES_AS=page_form(values),
         WINDOWED=window is not None,
         CAPPED=softcap is not None,
         SINKS=sinks is not None,

@@ -5,6 +5,7 @@ Forms of stored KV, told by the pages' element type, for K and V each:
     f32, f16, bf16   [.., kv_heads, dim]
     int8             [.., kv_heads, dim] int8, a scale per position and head:  x = q * scale
                      keys of 2^n elements:                                     H x = q * scale
+    fp8              [.., kv_heads, dim] e4m3, a scale per position and head:  x = f * scale
     int4             [.., kv_heads, dim / 2] uint8, a scale per 32 elements:   H x = (q - 8) * scale
                      byte i holds element i (low nibble) and element i + dim / 2 (high nibble)
 
@@ -13,6 +14,8 @@ moves a block moves both. int4, and the keys of int8, are stored rotated: H is t
 matrix, which spreads outliers over the head, so that no element of it makes the steps of all others coarse.
 Queries are rotated alike, which leaves the scores as they are, and what was weighted from rotated values is
 rotated back (H is its own inverse). int8 values are as good without: their error is a tenth of the keys'.
+fp8 is not rotated: a float's step follows each element, so an outlier coarsens no other, and measured on two
+models rotation halves the error of one and nearly doubles that of the other.
 
 The tail of int4. A query at position p reads the first ``head`` positions of its sequence and the positions
 above p - 128 in bf16 (rotated), everything else from the pages: a rule of positions only, so neither the cut
@@ -196,7 +199,7 @@ class KVStorage:
     values: torch.Tensor
     """[layers, blocks, block_size, kv_heads, v_dim or bytes of it]"""
     key_scales: torch.Tensor | None = None
-    """[layers, blocks, block_size, kv_heads, scales] f16, of int8 and int4 keys"""
+    """[layers, blocks, block_size, kv_heads, scales] f16, of int8, fp8 and int4 keys"""
     value_scales: torch.Tensor | None = None
     tail: TailStorage | None = None
 
@@ -237,6 +240,11 @@ class KVStorage:
     def nbytes(self) -> int:
         """Bytes of all pages, scales included, and of the unquantized tail."""
         return sum(part.nbytes for part in self.pages()) + (0 if self.tail is None else self.tail.nbytes)
+
+
+def movable(pages: torch.Tensor) -> torch.Tensor:
+    """The same memory in a type whose elements torch can place by index: eight-bit floats it cannot."""
+    return pages.view(torch.uint8) if pages.dtype == torch.float8_e4m3fn else pages
 
 
 @dataclass(frozen=True)

@@ -85,26 +85,33 @@ class AttentionTile:
 
 
 def attention_tile(
-    rows: int, head_dim: int, quantized: bool, exact: bool, hopper: bool = False
+    rows: int, head_dim: int, quantized: bool, exact: bool, hopper: bool = False, fp8: bool = False
 ) -> AttentionTile:
     """The tile for so many rows of a KV head; sizes that spill no register on any GPU that is checked.
 
-    ``head_dim``: the larger of K's and V's. ``quantized``: int8 pages. ``exact``: f32 compute.
-    ``hopper``: compute capability 9, where four warps multiply 64 rows together.
+    ``head_dim``: the larger of K's and V's. ``quantized``: int8 or fp8 pages. ``exact``: f32 compute.
+    ``hopper``: compute capability 9, where four warps multiply 64 rows together. ``fp8``: among the pages are
+    some of fp8, whose decoding takes registers that other sizes do not have.
     """
     if exact:
         if head_dim > 128:
+            if fp8:
+                return AttentionTile(16, 32, 8, 1, "ieee")
             return AttentionTile(16, 16, 4, 1, "ieee") if quantized else AttentionTile(16, 32, 8, 1, "ieee")
         # NOTE: of short heads ptxas spills with four warps: it keeps to 128 registers. So it does below.
-        return AttentionTile(16, 16, 2 if head_dim <= 64 else 4, 1, "tf32x3")
+        return AttentionTile(16, 16, 2 if head_dim <= 64 and not fp8 else 4, 1, "tf32x3")
     few = 16 if rows <= 16 else 32
     if head_dim > 128:
         # NOTE: of 32 rows ptxas spills with eight warps on sm_86, and over int8 pages with four on sm_90.
         return AttentionTile(few, 16, 8 if quantized and few == 32 else 4, 2)
+    if rows > 32 and head_dim > 64 and hopper and fp8:
+        return AttentionTile(32, 32, 4, 1)
     if rows > 32 and head_dim > 64 and hopper:
         return AttentionTile(64, 16, 4, 2)  # ptxas spills with eight warps, and with 32 keys of padded heads
     if rows > 32:
         return AttentionTile(64, 32, 8, 2)
     if head_dim > 64 or few == 32:
         return AttentionTile(few, 32, 4 if few == 16 or not quantized else 8, 1 if quantized else 2)
+    if fp8:
+        return AttentionTile(few, 32, 2, 1)
     return AttentionTile(few, 64, 4, 1) if quantized else AttentionTile(few, 64, 2, 2)

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 
 import torch
 
-from edgellm_kernels.batch import INT4_GROUP, GroupTables, KVStorage, TailStorage
+from edgellm_kernels.batch import INT4_GROUP, GroupTables, KVStorage, TailStorage, movable
 
 _MAX_SCALE = 65504.0
-"""Largest finite f16: elements above 127 times that saturate."""
+"""Largest finite f16: elements above 127 times that (of fp8: 448 times) saturate."""
+E4M3_MAX = 448.0
+"""Largest finite e4m3; what would round above it becomes NaN in torch's conversion."""
 
 
 def hadamard(x: torch.Tensor) -> torch.Tensor:
@@ -32,6 +34,17 @@ def quantize_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[.., dim] f32 -> int8 [.., dim] and f16 [.., 1]: x = q * scale, off by at most half a scale."""
     scales = _scales(x.abs().amax(-1, keepdim=True) / 127.0)
     return _steps(x, scales).clamp_(-127, 127).to(torch.int8), scales
+
+
+def quantize_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[.., dim] f32 -> e4m3 [.., dim] and f16 [.., 1]: x = f * scale, halves to even.
+
+    Off by at most 2^-4 of the element, or by 2^-10 of the scale where that is more. The largest element of a
+    row is 448 times the scale: none overflows, and only elements below 2^-14 of the largest lose bits. No
+    stored element is NaN: what is not finite shows in the scale.
+    """
+    scales = _scales(x.abs().amax(-1, keepdim=True) / E4M3_MAX)
+    return _quotients(x, scales).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scales
 
 
 def quantize_int4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,10 +69,14 @@ def _scales(exact: torch.Tensor) -> torch.Tensor:
 
 
 def _steps(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """round(x / scale). Where f16 rounds the scale to 0 the result is 0; see _scales for NaN."""
+    return _quotients(x, scales).round_()
+
+
+def _quotients(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """x / scale. Where f16 rounds the scale to 0 the result is 0; see _scales for NaN."""
     divisor = scales.float()
     divisor = torch.where(divisor == 0, torch.inf, divisor)
-    return (x / divisor).nan_to_num_(0.0).round_()
+    return (x / divisor).nan_to_num_(0.0)
 
 
 def dequantize(data: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
@@ -75,6 +92,9 @@ def dequantize(data: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
 def _dequantize_into(data: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
     if data.dtype == torch.int8:
         torch.mul(data, scales.float(), out=out)
+        return
+    if data.dtype == torch.float8_e4m3fn:
+        out.copy_(data).mul_(scales.float())
         return
     half = data.shape[-1]
     out[..., :half].copy_(data & 15)
@@ -109,9 +129,12 @@ def _store(
     if scale_pages is None:
         data = rows.to(pages.dtype)
     else:
-        data, scales = quantize_int8(rows) if pages.dtype == torch.int8 else quantize_int4(rows)
+        data, scales = _QUANTIZERS[pages.dtype](rows)
         scale_pages.view(-1, *scale_pages.shape[2:]).index_copy_(0, slots, scales)
-    pages.view(-1, *pages.shape[2:]).index_copy_(0, slots, data)
+    movable(pages).view(-1, *pages.shape[2:]).index_copy_(0, slots, movable(data))
+
+
+_QUANTIZERS = {torch.int8: quantize_int8, torch.float8_e4m3fn: quantize_fp8, torch.uint8: quantize_int4}
 
 
 def _stage(k: torch.Tensor, v: torch.Tensor, tail: TailStorage, layer: int, tables: GroupTables) -> None:
@@ -137,13 +160,17 @@ def read_blocks(
     ``blocks``: ids as a tensor, or (first, end) of consecutive ids, which copies nothing of f32 pages.
     """
     if isinstance(blocks, torch.Tensor):
-        data = pages.index_select(0, blocks)
+        data = _blocks(pages, blocks)
         scales = None if scale_pages is None else scale_pages.index_select(0, blocks)
     else:
         first, end = blocks
         data = pages[first:end]
         scales = None if scale_pages is None else scale_pages[first:end]
     return dequantize(data, scales)
+
+
+def _blocks(pages: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    return movable(pages).index_select(0, blocks).view(pages.dtype)
 
 
 def read_blocks_into(
@@ -153,7 +180,7 @@ def read_blocks_into(
     if pages.dtype == torch.float32 and out.is_contiguous():
         torch.index_select(pages, 0, blocks, out=out.view(-1, *pages.shape[1:]))
         return
-    data = pages.index_select(0, blocks).view(*out.shape[:3], -1)
+    data = _blocks(pages, blocks).view(*out.shape[:3], -1)
     if scale_pages is None:
         out.copy_(data)
     else:

@@ -8,13 +8,8 @@ import triton.language as tl
 
 from edgellm_kernels import rope_torch
 from edgellm_kernels.batch import GroupTables, KVStorage
+from edgellm_kernels.kv_pages_triton import page_bytes, page_form, store_row
 from edgellm_kernels.operands import HeadShape
-
-
-@triton.jit
-def _whole(x):
-    """The nearest whole number, halves to even, of a number below 2^22."""
-    return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
@@ -44,33 +39,10 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _store_row(
-    values, element, mask, pages, scales, slot, num_heads, head, DIM: tl.constexpr, INT8: tl.constexpr
-):
-    """One head's row at a slot, quantized as kv_store_torch does it: the same bytes."""
-    row = slot * num_heads + head
-    if INT8:
-        peak = tl.max(tl.where(mask, tl.abs(values), 0.0), axis=0)
-        # NOTE: a maximum may pass over NaN, which has to stay visible.
-        peak = tl.where(tl.sum((mask & (values != values)).to(tl.int32), axis=0) > 0, float("nan"), peak)
-        exact = tl.div_rn(peak, 127.0)
-        scale = tl.where((exact > 65504.0) & (exact < float("inf")), 65504.0, exact).to(tl.float16)
-        divisor = scale.to(tl.float32)
-        divisor = tl.where(divisor == 0.0, float("inf"), divisor)
-        steps = tl.div_rn(values, tl.zeros_like(values) + divisor)
-        steps = tl.where(steps != steps, 0.0, steps)
-        steps = _whole(tl.minimum(tl.maximum(steps, -127.0), 127.0))
-        tl.store(pages + row * DIM + element, steps.to(tl.int8), mask=mask)
-        tl.store(scales + row, scale)
-    else:
-        tl.store(pages + row * DIM + element, values.to(pages.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def rope_store_kernel(
     qkv, q_norm, k_norm, cos, sin, slots, q_out, keys, values, key_scales, value_scales, eps, num_heads,
     num_kv_heads, pairs, K_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, INT8_KEYS: tl.constexpr, INT8_VALUES: tl.constexpr,
+    HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, KEYS_AS: tl.constexpr, VALUES_AS: tl.constexpr,
     ROTATED: tl.constexpr,
 ):  # fmt: skip
     """Head h of a token: q where h < num_heads, then k, then v."""
@@ -84,7 +56,7 @@ def rope_store_kernel(
             mask = element < V_DIM
             start = qkv + token * width + (num_heads + num_kv_heads) * K_DIM + head * V_DIM
             row = tl.load(start + element, mask=mask, other=0.0).to(tl.float32)
-            _store_row(row, element, mask, values, value_scales, slot, num_kv_heads, head, V_DIM, INT8_VALUES)
+            store_row(row, element, mask, values, value_scales, slot, num_kv_heads, head, V_DIM, VALUES_AS)
     else:
         mask = element < K_DIM
         turned = element < 2 * pairs
@@ -110,7 +82,7 @@ def rope_store_kernel(
             head = head - num_heads
             if ROTATED:
                 x = _hadamard(x, K_DIM, BLOCK)
-            _store_row(x, element, mask, keys, key_scales, slot, num_kv_heads, head, K_DIM, INT8_KEYS)
+            store_row(x, element, mask, keys, key_scales, slot, num_kv_heads, head, K_DIM, KEYS_AS)
 
 
 def qk_norm_rope_store(
@@ -141,8 +113,8 @@ def qk_norm_rope_store(
             sin=sin.contiguous(),
             slots=tables.slot_mapping,
             q_out=out,
-            keys=keys,
-            values=values,
+            keys=page_bytes(keys),
+            values=page_bytes(values),
             key_scales=keys if kv.key_scales is None else kv.key_scales[layer],
             value_scales=values if kv.value_scales is None else kv.value_scales[layer],
             eps=eps,
@@ -154,8 +126,8 @@ def qk_norm_rope_store(
             BLOCK=triton.next_power_of_2(max(shape.k_dim, shape.v_dim)),
             HAS_Q_NORM=q_norm is not None,
             HAS_K_NORM=k_norm is not None,
-            INT8_KEYS=keys.dtype == torch.int8,
-            INT8_VALUES=values.dtype == torch.int8,
+            KEYS_AS=page_form(keys),
+            VALUES_AS=page_form(values),
             ROTATED=kv.rotates_keys,
             num_warps=1,
         )

@@ -44,7 +44,7 @@ def graphs_over(run: PagedRun, decoder: Decoder, **options: Any) -> DecodeGraphs
     return made
 
 
-@pytest.mark.parametrize("kv_type", ["f32", "int8"])
+@pytest.mark.parametrize("kv_type", ["f32", "fp8", "int8"])
 @pytest.mark.parametrize("arch", ["llama", "gemma3"])
 def test_static_buffers_give_what_the_decoder_gives(arch: str, kv_type: str, tmp_path: Path) -> None:
     """Eager replay with NaN and invalid ids in all static memory before each step; the pages stay alike."""

@@ -163,7 +163,7 @@ def test_any_company_chunks_and_preemption_give_the_ids_of_each_alone(folder: Pa
         assert "kv_evicted" in kinds and (blocks is None or "preempted" in kinds)
 
 
-@pytest.mark.parametrize(("kv", "policy"), [("int8", "window"), ("int4", "budget")])
+@pytest.mark.parametrize(("kv", "policy"), [("int8", "window"), ("fp8", "budget"), ("int4", "budget")])
 def test_quantized_kv_is_evicted_alike(tmp_path: Path, kv: str, policy: str) -> None:
     """int4 too, whose recent rows lie in rings outside of the blocks: what is evicted goes from both."""
     path = make_tiny("llama", tmp_path / "m", quantizable=True)
@@ -249,7 +249,7 @@ def test_a_policy_that_cannot_work_is_refused_with_values_and_a_way_out(tmp_path
 # --- the op ---
 
 
-@pytest.mark.parametrize("kv", ["f32", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("kv", ["f32", "bf16", "fp8", "int8", "int4"])
 def test_a_score_is_the_mean_of_value_norms_over_key_norms(kv: str) -> None:
     spec = spec_of([None, None], 2, 64, 256)
     [storage] = poisoned_storage(spec, 6, kv, 16)
@@ -261,7 +261,7 @@ def test_a_score_is_the_mean_of_value_norms_over_key_norms(kv: str) -> None:
     for layer in range(2):
         store_kv(k[layer], v[layer], storage, layer, tables)
     ratios = (v.norm(dim=-1) / k.norm(dim=-1)).view(2, 2, 16, 2).mean((0, 2, 3))
-    tolerance = {"f32": 1e-6, "bf16": 1e-2, "int8": 1e-2, "int4": 6e-2}[kv]
+    tolerance = {"f32": 1e-6, "bf16": 1e-2, "fp8": 1e-2, "int8": 1e-2, "int4": 6e-2}[kv]
     both = block_scores(storage, [4, 1])
     assert both == pytest.approx(ratios.tolist(), rel=tolerance)
     assert [block_scores(storage, [block])[0] for block in (4, 1)] == both  # bit for bit

@@ -88,7 +88,7 @@ def run(folder: Path, kv: str, pause_after: int, *, urgent: bool) -> tuple[list[
     return [e for e in events if e.request_id == "own"], loaded
 
 
-@pytest.mark.parametrize("kv", ["f32", "int8", "int4"])
+@pytest.mark.parametrize("kv", ["f32", "fp8", "int8", "int4"])
 def test_a_round_trip_changes_no_bit_of_pages_and_logits(folder: Path, kv: str) -> None:
     """The urgent request overwrites the device blocks. int4: what was read unquantized is read from the pages
     afterwards, which is said, and which the run beside it does without moving anything."""

@@ -27,11 +27,12 @@ from edgellm_kernels.batch import TAIL_POSITIONS, ForwardBatch, GroupTables, KVS
 from edgellm_kernels.kv_store_torch import (
     dequantize,
     hadamard,
+    quantize_fp8,
     quantize_int4,
     quantize_int8,
     store_kv,
 )
-from edgellm_kernels.ops import load_kernels
+from edgellm_kernels.ops import load_kernels, native_serves
 from edgellm_models.errors import BadInputError
 from tests.support.engines import spec_of
 from tests.support.paged import poisoned_storage
@@ -103,10 +104,12 @@ def test_outliers_of_keys_are_spread_before_they_set_the_steps() -> None:
     for dim, is_rotated in ((64, True), (256, True), (80, False), (96, False)):
         [pages] = allocate_storage(spec_of([None], 1, dim, 64), [1], kv_type("int8"))
         assert (pages.rotates_keys, pages.rotates_values) == (is_rotated, False)
+        [pages] = allocate_storage(spec_of([None], 1, dim, 64), [1], kv_type("fp8"))
+        assert not pages.rotates_keys and not pages.rotates_values
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("quantize", [quantize_int8, quantize_int4])
+@pytest.mark.parametrize("quantize", [quantize_int8, quantize_fp8, quantize_int4])
 def test_an_unusable_row_stays_unusable_and_alone(quantize: object, bad: float) -> None:
     """A NaN must reach the logits of its sequence, where it is reported, and no other row."""
     x = torch.randn((3, 1, 64))
@@ -117,7 +120,7 @@ def test_an_unusable_row_stays_unusable_and_alone(quantize: object, bad: float) 
 
 
 def test_saturation_is_finite() -> None:
-    for quantize in (quantize_int8, quantize_int4):
+    for quantize in (quantize_int8, quantize_fp8, quantize_int4):
         assert torch.isfinite(dequantize(*quantize(torch.full((1, 64), 1e30)))).all()
 
 
@@ -127,6 +130,7 @@ def test_saturation_is_finite() -> None:
 def test_bytes_are_those_of_the_worked_numbers() -> None:
     llama = spec_of([None] * 32, 8, 128, 8192)
     assert kv_bytes_per_position(llama, 32, kv_type("int8")) == 66_560
+    assert kv_bytes_per_position(llama, 32, kv_type("fp8")) == 66_560
     for dim, gain in ((64, 1.939), (128, 1.969), (256, 1.984)):
         spec = spec_of([None], 1, dim, 8192)
         f16 = kv_bytes_per_position(spec, 1, kv_type("f16"))
@@ -138,7 +142,7 @@ def test_planned_bytes_are_those_that_are_allocated() -> None:
     """Windows and global layers, every type: what `plan` counts and what the cache allocates, tails included,
     for one sequence and for several contexts at once."""
     spec = spec_of([40, 40, None], 2, 64, 1024)
-    for name in ("f32", "bf16", "int8", "int4"):
+    for name in ("f32", "bf16", "fp8", "int8", "int4"):
         for contexts, at_once, kept in ((1, 1, None), (3, 3, None), (1, 4, 128)):
             layouts = group_layouts(spec, 512, 64, 16, kept, at_once, 8, contexts)
             counts = [layout.num_blocks for layout in layouts]
@@ -156,7 +160,7 @@ def test_planned_bytes_are_those_that_are_allocated() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["f32", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("name", ["f32", "bf16", "fp8", "int8", "int4"])
 def test_storage_takes_the_bytes_that_were_planned(name: str) -> None:
     spec = spec_of([32, None, 32], 2, 64, 1024)
     storages = allocate_storage(spec, [7, 13], kv_type(name))
@@ -336,7 +340,7 @@ def dense(
     return torch.stack(out).float()
 
 
-FORMS = ["f32", "bf16", "int8", "int4", ("int8", "int4")]
+FORMS = ["f32", "bf16", "fp8", "int8", "int4", ("int8", "int4")]
 
 
 @pytest.mark.parametrize("kv", FORMS)
@@ -364,7 +368,7 @@ def test_attention_equals_the_dense_reference_over_the_stored_values(
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 1)])
 def test_head_sizes_and_groups(dim: int, heads: tuple[int, int]) -> None:
-    for kv in ("int8", "int4"):
+    for kv in ("fp8", "int8", "int4"):
         world = World(kv, dim, *heads)
         rows = world.random(300, 5)
         world.step({0: tuple(x[:290] for x in rows)})  # type: ignore[dict-item]
@@ -380,7 +384,7 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("kv", ["int8", "int4", ("int8", "int4")])
+@pytest.mark.parametrize("kv", ["fp8", "int8", "int4", ("int8", "int4")])
 def test_the_cut_into_steps_changes_no_stored_byte_and_no_result(kv: str | tuple[str, str]) -> None:
     """Numerics: a row's bytes are the same alone, with k drafted rows and in a chunk; so is what it reads."""
     results, stored = {}, {}
@@ -400,7 +404,7 @@ def test_the_cut_into_steps_changes_no_stored_byte_and_no_result(kv: str | tuple
         torch.testing.assert_close(results[name], results[first], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kv", ["int8", "int4"])
+@pytest.mark.parametrize("kv", ["fp8", "int8", "int4"])
 def test_rejected_drafts_leave_no_trace(kv: str) -> None:
     """Drafted rows are stored, rejected and overwritten; what follows equals a run that never drafted."""
     plain, drafting = World(kv), World(kv)
@@ -446,8 +450,9 @@ def test_without_tail_tables_everything_is_read_from_the_pages() -> None:
     torch.testing.assert_close(got, dense(world, 0, rows, 0), rtol=1e-3, atol=2e-4)
 
 
-def test_rows_without_a_slot_are_written_nowhere() -> None:
-    storage = poisoned_storage(spec_of([None], 1, 64, 64), 2, "int8", 4)[0]
+@pytest.mark.parametrize("kv", ["fp8", "int8"])
+def test_rows_without_a_slot_are_written_nowhere(kv: str) -> None:
+    storage = poisoned_storage(spec_of([None], 1, 64, 64), 2, kv, 4)[0]
     tables = GroupTables(
         *(torch.zeros(1, 1, dtype=torch.int32),) * 2, torch.tensor([5, -1]), torch.tensor([2])
     )
@@ -458,7 +463,7 @@ def test_rows_without_a_slot_are_written_nowhere() -> None:
 
 def test_many_sequences_equal_each_alone() -> None:
     """Joined into padded batches or computed one by one: the same up to f32 noise, for 1 and for 4 rows."""
-    for kv in ("f32", "int8", "int4"):
+    for kv in ("f32", "fp8", "int8", "int4"):
         for count in (1, 4):
             together, apart = World(kv), World(kv)
             lengths = {s: 20 + 13 * s for s in range(8)} | {8: 5, 9: 5}
@@ -475,7 +480,7 @@ def test_many_sequences_equal_each_alone() -> None:
 # --- copies ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kv", ["f32", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("kv", ["f32", "bf16", "fp8", "int8", "int4"])
 def test_copies_are_bit_exact_in_every_form(kv: str) -> None:
     spec = spec_of([None, 32], 2, 64, 1024)
     storages = poisoned_storage(spec, 8, kv, 4)
@@ -531,3 +536,6 @@ def test_planned_sizes_are_those_of_the_pages() -> None:
     from edgellm_kernels import batch
 
     assert kv_sizes.INT4_GROUP == batch.INT4_GROUP
+    for name in kv_sizes.KV_BITS:
+        [pages] = allocate_storage(spec_of([None], 1, 64, 64), [1], kv_type(name))
+        assert native_serves(pages) == (name not in kv_sizes.KV_ON_TORCH)

@@ -58,9 +58,11 @@ def kl(name: str, kv_type: str | tuple[str, str], tails: bool = True) -> float:
 
 @pytest.mark.real_model
 @pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m"])
-def test_int8_and_int4_stay_close_to_exact_kv(name: str) -> None:
-    """The promised bounds over 400 tokens (acceptance takes 4,096); NaN bytes elsewhere."""
+def test_quantized_kv_stays_close_to_exact_kv(name: str) -> None:
+    """The promised bounds over 400 tokens (acceptance takes 4,096); NaN bytes elsewhere. Of fp8, for which
+    nothing is promised, what was measured twice over; int8 in the same bytes is closer."""
     assert 1e-7 < kl(name, "int8") <= 0.002
+    assert kl(name, "int8") < kl(name, "fp8") <= 0.006
     assert 1e-5 < kl(name, "int4") <= 0.05
 
 
@@ -69,4 +71,5 @@ def test_errors_in_keys_and_in_values() -> None:
     """Each alone stays within the bounds of both; mixed int8 keys with int4 values are better than int4."""
     name = "smollm2-135m"
     assert kl(name, ("int8", "f32")) <= 0.002 and kl(name, ("f32", "int8")) <= 0.002
+    assert kl(name, ("fp8", "f32")) <= 0.006 and kl(name, ("f32", "fp8")) <= 0.001
     assert kl(name, ("int4", "f32")) <= 0.05 and kl(name, ("f32", "int4")) <= 0.05

@@ -40,7 +40,7 @@ def prepared(folder: Path, kv: str = "f32") -> tuple[SkipProbe, Decoder]:
     return probe, decoder
 
 
-@pytest.mark.parametrize("kv", ["f32", "int8"])
+@pytest.mark.parametrize("kv", ["f32", "fp8", "int8"])
 def test_scores_know_what_is_dead(kv: str, folder: Path) -> None:
     probe, _ = prepared(folder, kv)
     nothing = finish(probe.score(SkippedSubLayers(), rough=False))

@@ -43,18 +43,18 @@ def in_parts(run: PagedRun, decoder: SplitDecoder, kv: str) -> None:
     run.decoder = decoder  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_two_parts_have_the_bits_of_the_whole(arch: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("arch", "kv"), [*((arch, "int8") for arch in ARCHITECTURES), ("llama", "fp8")])
+def test_two_parts_have_the_bits_of_the_whole(arch: str, kv: str, tmp_path: Path) -> None:
     """Wherever the model is cut: norms behind sub-layers, windows, tied heads, biases."""
     path = make_tiny(arch, tmp_path / arch, num_hidden_layers=3)
     whole = build_decoder(open_checkpoint(path), kernels="torch")
     steps = [[("a", IDS[:20])], [("a", IDS[20:21]), ("b", IDS[:5])]]
-    plain = PagedRun(whole, kv_type="int8")
+    plain = PagedRun(whole, kv_type=kv)
     expected = [logits for step in steps for logits in plain.step(step)]
     for first in (1, 2):
         decoder = split(path, first)
-        run = PagedRun(whole, kv_type="int8")
-        in_parts(run, decoder, "int8")
+        run = PagedRun(whole, kv_type=kv)
+        in_parts(run, decoder, kv)
         got = [logits for step in steps for logits in run.step(step)]
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, expected, strict=True))
         for ours, theirs in zip(run.storages, plain.storages, strict=True):

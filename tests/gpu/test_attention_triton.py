@@ -49,6 +49,8 @@ def check(stories: PagedStories, device: torch.device, padding: int = 0, **optio
         ((6, 2, 64, 64), ("f32", "f32"), {}),
         ((8, 1, 112, 112), ("bf16", "int8"), {"window": 17, "softcap": 5.0}),
         ((4, 4, 80, 96), ("int8", "f16"), {"window": 100}),
+        ((4, 2, 64, 80), ("fp8", "fp8"), {}),
+        ((8, 1, 112, 112), ("bf16", "fp8"), {"window": 17, "softcap": 5.0}),
         ((4, 2, 128, 128), ("f16", "f16"), {"softcap": 30.0}),
         ((4, 1, 256, 256), ("bf16", "bf16"), {"window": 64}),
     ],
@@ -117,8 +119,9 @@ def test_rows_that_see_nothing_are_zero(device: torch.device) -> None:
         assert not got[:4].any() and not got[5:].any() and bool((got[4] != 0).any())
 
 
-def test_a_long_prompt_runs_in_tiles(device: torch.device) -> None:
-    check(PagedStories([Story(90, 75), Story(5, 1)], HeadShape(4, 2, 32, 32)), device, window=40)
+@pytest.mark.parametrize("kv", ["f32", "fp8"])
+def test_a_long_prompt_runs_in_tiles(kv: str, device: torch.device) -> None:
+    check(PagedStories([Story(90, 75), Story(5, 1)], HeadShape(4, 2, 32, 32), (kv, kv)), device, window=40)
 
 
 def test_huge_scores_stay_finite(device: torch.device) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from edgellm_kernels import norm_torch, norm_triton, rope_torch, rope_triton
 from edgellm_kernels.batch import GroupTables, KVStorage
+from edgellm_kernels.kv_pages_triton import e4m3_code, e4m3_value
 from edgellm_kernels.operands import HeadShape
+from tests.support import e4m3
 from tests.support.native_cases import poisoned_pages
 
 
@@ -28,7 +34,15 @@ def moved(kv: KVStorage, device: torch.device) -> KVStorage:
     return KVStorage(*(None if part is None else part.to(device) for part in parts))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kv_type", [("f32", "f16"), ("bf16", "bf16"), ("int8", "f32"), ("int8", "int8")])
+def steps(codes: torch.Tensor) -> torch.Tensor:
+    """int32: neighbouring values are one apart, zeros of both signs are equal."""
+    bits = codes.cpu().view(torch.int8).int()
+    return torch.where(bits < 0, -(bits & 127), bits) if codes.dtype == torch.float8_e4m3fn else bits
+
+
+@pytest.mark.parametrize(
+    "kv_type", [("f32", "f16"), ("bf16", "bf16"), ("int8", "f32"), ("int8", "int8"), ("fp8", "fp8")]
+)
 @pytest.mark.parametrize("dims", [(80, 64), (64, 112)])
 def test_qk_norm_rope_store(kv_type: tuple[str, str], dims: tuple[int, int], device: torch.device) -> None:
     """The stored bytes are torch's, the poison of other slots stays; partial rotation, both norms."""
@@ -52,8 +66,8 @@ def test_qk_norm_rope_store(kv_type: tuple[str, str], dims: tuple[int, int], dev
         )
         torch.testing.assert_close(got.cpu(), expected, rtol=1e-5, atol=1e-6)
         for page, twin in zip(ours.pages(), theirs.pages(), strict=True):
-            if twin.dtype == torch.int8:  # a norm's last bit may move a code by one
-                assert int((page.cpu().int() - twin.int()).abs().max()) <= 1
+            if twin.dtype in (torch.int8, torch.float8_e4m3fn):  # a norm's last bit may move a code by one
+                assert int((steps(page) - steps(twin)).abs().max()) <= 1
             else:  # NOTE: the interpreter cuts bf16 off, the GPU rounds
                 rtol = (
                     2**-7 if twin.dtype == torch.bfloat16 else 1e-3 if twin.dtype == torch.float16 else 1e-5
@@ -61,12 +75,13 @@ def test_qk_norm_rope_store(kv_type: tuple[str, str], dims: tuple[int, int], dev
                 torch.testing.assert_close(page.cpu(), twin, rtol=rtol, atol=1e-6, equal_nan=True)
 
 
-def test_rows_that_are_not_finite_show(device: torch.device) -> None:
+@pytest.mark.parametrize("kv", ["int8", "fp8"])
+def test_rows_that_are_not_finite_show(kv: str, device: torch.device) -> None:
     """NaN and infinity in a quantized row reach its scale, as with torch; too large a row saturates."""
     shape = HeadShape(1, 1, 64, 64)
     qkv = torch.randn(3, shape.qkv_width)
     qkv[0, 70], qkv[1, 70], qkv[2, 70] = float("nan"), float("inf"), 1e9
-    ours, theirs = (poisoned_pages(1, 16, shape, ("int8", "int8")) for _ in range(2))
+    ours, theirs = (poisoned_pages(1, 16, shape, (kv, kv)) for _ in range(2))
     ours, empty, slots = moved(ours, device), torch.empty(0), torch.tensor([0, 1, 2])
     cos, sin = torch.ones(3, 32), torch.zeros(3, 32)
     rope_torch.qk_norm_rope_store(
@@ -80,4 +95,55 @@ def test_rows_that_are_not_finite_show(device: torch.device) -> None:
     torch.testing.assert_close(
         ours.key_scales.cpu()[0, 0, :3], theirs.key_scales[0, 0, :3], equal_nan=True, rtol=0, atol=0
     )
-    assert torch.equal(ours.keys.cpu()[0, 0, 2], theirs.keys[0, 0, 2])
+    written = (pages.keys.cpu().view(torch.int8)[0, 0, :3] for pages in (ours, theirs))
+    assert torch.equal(*written)
+
+
+@triton.jit
+def codes_kernel(x, out, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, e4m3_code(tl.load(x + at)))
+
+
+@triton.jit
+def values_kernel(codes, out, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out + at, e4m3_value(tl.load(codes + at)))
+
+
+def test_every_e4m3_code_is_read_as_the_format_says(device: torch.device) -> None:
+    codes, out = torch.arange(256, dtype=torch.uint8, device=device), torch.empty(256, device=device)
+    values_kernel[(1,)](codes.view(torch.int8), out, BLOCK=256)
+    got = (out.cpu() * 256).tolist()
+    for code in range(256):
+        if code & 127 != 127:  # never stored
+            assert got[code] == float(e4m3.value(code)), code
+    assert math.copysign(1.0, got[128]) == -1.0
+
+
+def test_numbers_become_the_nearest_e4m3_halves_to_even(device: torch.device) -> None:
+    """At every value and midpoint, and beside them, down to the smallest f32: as the format and torch say."""
+    x = e4m3.telling_values()
+    padded = torch.zeros(-(-len(x) // 1024) * 1024)
+    padded[: len(x)] = x
+    out = torch.empty(len(padded), dtype=torch.int8, device=device)
+    codes_kernel[(len(padded) // 1024,)](padded.to(device), out, BLOCK=1024)
+    got = out.cpu().view(torch.uint8)[: len(x)]
+    assert torch.equal(got, e4m3.nearest_codes(x.tolist()))
+    assert torch.equal(got, x.to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+def test_an_fp8_row_has_the_bytes_of_the_torch_twin(device: torch.device) -> None:
+    """Values go to their pages as they are: every byte and scale is equal, whatever their size."""
+    shape = HeadShape(1, 1, 64, 64)
+    qkv = torch.randn(40, shape.qkv_width) * torch.exp2(torch.arange(40.0) - 20)[:, None]
+    qkv[7, 128:], qkv[8, 150], qkv[9, 128:] = 0.0, 1e30, 2e-7
+    ours, theirs = (poisoned_pages(3, 16, shape, ("fp8", "fp8")) for _ in range(2))
+    ours, empty, slots = moved(ours, device), torch.empty(0), torch.arange(40)
+    cos, sin = torch.ones(40, 32), torch.zeros(40, 32)
+    for op, kv, where in ((rope_torch, theirs, torch.device("cpu")), (rope_triton, ours, device)):
+        tables = GroupTables(empty, empty, slots.to(where), empty)
+        turn = cos.to(where), sin.to(where)
+        op.qk_norm_rope_store(qkv.to(where), shape, None, None, 1e-6, *turn, kv, 0, tables)
+    for page, twin in zip(ours.pages(), theirs.pages(), strict=True):
+        assert torch.equal(page.cpu().view(torch.uint8), twin.view(torch.uint8))

@@ -170,13 +170,22 @@ def decode_case(form: str) -> Case:
     return Case(f"decode {form}", decode_kernel, arguments)
 
 
-_PAGES = {"bf16": torch.bfloat16, "f16": torch.float16, "int8": torch.int8, "f32": torch.float32}
+_PAGES = {
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+    "int8": torch.int8,
+    "f32": torch.float32,
+    "fp8": torch.int8,
+}  # bytes, see kv_pages_triton
+_QUANTIZED = ("int8", "fp8")
+_FORMS = {"int8": 1, "fp8": 2}
+"""INT8 and FP8 of kv_pages_triton; others are 0."""
 
 
 def attention_case(pages: str, dim: int, rows: int, exact: bool = False, sinks: bool = False) -> Case:
     from edgellm_kernels.attention_triton import attention_kernel
 
-    sizes = attention_tile(rows, dim, pages == "int8", exact)
+    sizes = attention_tile(rows, dim, pages in _QUANTIZED, exact, fp8=pages == "fp8")
     page = torch.empty(64, dtype=_PAGES[pages])
     f, half = torch.empty(64), torch.empty(64, dtype=torch.float16)
     i32, i64 = torch.empty(64, dtype=torch.int32), torch.empty(64, dtype=torch.int64)
@@ -187,12 +196,12 @@ def attention_case(pages: str, dim: int, rows: int, exact: bool = False, sinks: 
         "peaks": f, "sums": f, "table_width": 100, "num_rows": 3, "num_heads": 32, "num_kv_heads": 8,
         "scale": 0.1, "window": 1024, "softcap": 0.0, "splits": 8, "GROUP": 4, "K_DIM": dim, "V_DIM": dim,
         "K_PAD": pad, "V_PAD": pad, "PAGE": 16, "ROWS": sizes.rows, "KEYS": sizes.keys,
-        "INT8_KEYS": pages == "int8", "INT8_VALUES": pages == "int8",
+        "KEYS_AS": _FORMS.get(pages, 0), "VALUES_AS": _FORMS.get(pages, 0),
         "WINDOWED": True, "CAPPED": False, "SINKS": sinks, "SPLIT": True,
         "PRECISION": sizes.precision, "TABLE": 64, "num_warps": sizes.warps, "num_stages": sizes.stages,
     }  # fmt: skip
     name = f"attention {pages} {dim} x {rows}" + " exact" * exact + " sinks" * sinks
-    hopper = attention_tile(rows, dim, pages == "int8", exact, True)
+    hopper = attention_tile(rows, dim, pages in _QUANTIZED, exact, True, pages == "fp8")
     other = {"ROWS": hopper.rows, "KEYS": hopper.keys, "num_warps": hopper.warps, "num_stages": hopper.stages}
     other = {name: value for name, value in other.items() if value != arguments[name]}
     return Case(name, attention_kernel, arguments, other, has_dot=sizes.precision != "ieee")
@@ -242,7 +251,7 @@ def rope_case(pages: str = "int8") -> Case:
         "qkv": f, "q_norm": f, "k_norm": f, "cos": f, "sin": f, "slots": slots, "q_out": f, "keys": page,
         "values": page, "key_scales": half, "value_scales": half, "eps": 1e-6, "num_heads": 32,
         "num_kv_heads": 8, "pairs": 64, "K_DIM": 128, "V_DIM": 128, "BLOCK": 128, "HAS_Q_NORM": True,
-        "HAS_K_NORM": True, "INT8_KEYS": pages == "int8", "INT8_VALUES": pages == "int8",
+        "HAS_K_NORM": True, "KEYS_AS": _FORMS.get(pages, 0), "VALUES_AS": _FORMS.get(pages, 0),
         "ROTATED": pages == "int8", "num_warps": 1,
     }  # fmt: skip
     return Case(f"qk_norm_rope_store {pages}", rope_store_kernel, arguments)
@@ -264,9 +273,11 @@ def cases(full: bool = False, simple: bool = True) -> Iterator[Case]:
         yield int_gemv_case("Q4_0")
         yield dot_case("Q4_0", "dot16")
         yield attention_case("bf16", 128, 4)
+        yield attention_case("fp8", 128, 4)
         if simple:
             yield norm_case()
             yield rope_case()
+            yield rope_case("fp8")
             yield hadamard_case()
             yield draw_case()
             yield combine_case()
@@ -287,12 +298,12 @@ def cases(full: bool = False, simple: bool = True) -> Iterator[Case]:
         yield quantize_case(fine)
     for kernel in ("dot16", "dot32", "dot64"):
         yield dot_case("Q4_0", kernel, half=False)
-    for pages in ("bf16", "f16", "int8"):
+    for pages in ("bf16", "f16", "int8", "fp8"):
         for dim in (64, 80, 112, 128, 256):
             for rows in (4, 24, 512):
                 yield attention_case(pages, dim, rows)
     for dim in (64, 128, 256):
-        for pages in ("f32", "bf16", "int8"):
+        for pages in ("f32", "bf16", "int8", "fp8"):
             yield attention_case(pages, dim, 4, exact=True)
     for rows in (4, 24, 512):
         yield attention_case("bf16", 64, rows, sinks=True)
@@ -300,6 +311,6 @@ def cases(full: bool = False, simple: bool = True) -> Iterator[Case]:
         yield combine_case(dim)
     yield norm_case()
     yield draw_case()
-    for pages in ("bf16", "int8"):
+    for pages in ("bf16", "int8", "fp8"):
         yield rope_case(pages)
     yield hadamard_case()

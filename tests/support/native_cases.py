@@ -22,7 +22,8 @@ needs_native = pytest.mark.skipif(
     load_library() is None and "CI" not in os.environ, reason=f"no native library: {why_missing()}"
 )
 
-DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "int8": torch.int8}
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "int8": torch.int8,
+          "fp8": torch.float8_e4m3fn}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +54,7 @@ def poisoned_pages(
     for name, dim in zip(kv_type, (shape.k_dim, shape.v_dim), strict=True):
         size = (layers, blocks, block_size, shape.num_kv_heads)
         data = torch.empty((*size, dim), dtype=DTYPES[name])
-        scales = torch.empty((*size, 1), dtype=torch.float16) if name == "int8" else None
+        scales = torch.empty((*size, 1), dtype=torch.float16) if name in ("int8", "fp8") else None
         for part in (data, scales):
             if part is not None:
                 part.view(torch.uint8).fill_(0xFF)
