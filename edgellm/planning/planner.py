@@ -217,7 +217,7 @@ def _workspace(shape: ModelShape, wish: Wish, context: int, batch: int) -> int:
         wish.chunk,
         kernels=wish.kernels,
         drafted=wish.lookahead,
-        decodes_kv=wish.kv_dtype != "f32",
+        kv_dtype=wish.kv_dtype,
     )
 
 

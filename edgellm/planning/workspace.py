@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from edgellm.cache.kv_sizes import KV_ON_TORCH
 from edgellm.planning.shape import ModelShape
 
 PREFILL_CHUNK = 512
@@ -22,6 +23,8 @@ _TILE_KEYS, _PART_BYTES = 128, 1 << 19
 take what they take, several together so much."""
 _TORCH_STREAMS = 5
 """Tensors as large as the hidden states that torch holds besides those counted, measured."""
+_MIXED_STREAMS = {"fp8": 2, "int4": 5}
+"""The same where native kernels compute all but the attention over such KV, measured."""
 TORCH_KEPT_BYTES = 60_000_000
 """What malloc's heap keeps of freed tensors. Large blocks given back at once would keep it lower, and cost a
 third of a prompt's speed."""
@@ -38,21 +41,21 @@ def workspace_bytes(
     *,
     kernels: str = NATIVE,
     drafted: int = 0,
-    decodes_kv: bool = False,
+    kv_dtype: str = "f32",
 ) -> int:
     """Most bytes held at once in a step of ``chunk`` prompt tokens and one row for each of ``batch``
     sequences.
 
     The native step program keeps its buffers, all of them at once; torch's come and go with every op.
     ``drafted``: tokens that a sequence may verify besides its next one.
-    ``decodes_kv``: pages are not f32, so torch decodes tiles of them.
+    ``kv_dtype``: of pages that are not f32 torch decodes tiles, also where only attention is left to it.
     """
     longest = min(chunk, context or chunk)
     rows = longest if batch == 1 else min(chunk + batch, batch * longest)
     query = shape.num_heads * shape.head_dim
     fused = query + 2 * shape.num_kv_heads * shape.head_dim
     head = 4 * batch * (1 + drafted) * shape.vocab_size + _SAMPLED_BYTES * shape.vocab_size
-    if kernels == NATIVE:
+    if kernels == NATIVE and kv_dtype not in KV_ON_TORCH:
         angles = shape.head_dim * len(set(shape.windows))
         floats = 3 * shape.hidden_size + fused + 2 * query + 3 * shape.ffn_size + angles
         widest = max(shape.hidden_size, query, shape.ffn_size)
@@ -71,9 +74,10 @@ def workspace_bytes(
     )
     # Scores and their mask, the running softmax, keys and values read from pages, decoded where not f32.
     tile = (4 * shape.num_heads + 1) * queries * keys + 3 * 4 * query * queries
-    tile += 2 * (4 + decodes_kv) * kv * keys
+    tile += 2 * (4 + (kv_dtype != "f32")) * kv * keys
     # Alive beside a sub-layer's own: its input, the residual, the output of the one before.
-    stream = (3 + _TORCH_STREAMS) * shape.hidden_size
+    streams = _MIXED_STREAMS[kv_dtype] if kernels == NATIVE else _TORCH_STREAMS
+    stream = (3 + streams) * shape.hidden_size
     attention = 4 * rows * (stream + fused + 3 * query) + tile
     feed_forward = 4 * rows * (stream + 3 * shape.ffn_size)
     return int(max(attention, feed_forward, 4 * rows * stream + head))

@@ -94,10 +94,11 @@ def test_70b_with_as_many_kv_heads_as_heads() -> None:
 
 
 def test_quantized_kv() -> None:
-    """W17: int8 with an f16 scale per head, int4 in groups of 32."""
-    assert whole(published.LLAMA3_8B, 1, "int8") == 66_560
-    gains = [head_bytes("f16", dim) / head_bytes("int8", dim) for dim in (64, 128, 256)]
-    assert gains == pytest.approx([1.939, 1.969, 1.984], abs=5e-4)
+    """W17: int8, and fp8 alike, with an f16 scale per head, int4 in groups of 32."""
+    for eight_bits in ("int8", "fp8"):
+        assert whole(published.LLAMA3_8B, 1, eight_bits) == 66_560
+        gains = [head_bytes("f16", dim) / head_bytes(eight_bits, dim) for dim in (64, 128, 256)]
+        assert gains == pytest.approx([1.939, 1.969, 1.984], abs=5e-4)
     assert head_bytes("f16", 128) / head_bytes("int4", 128) == pytest.approx(3.556, abs=5e-4)
 
 
@@ -321,6 +322,10 @@ def test_the_cache_of_a_plan_has_room_for_chunks_drafts_and_tails() -> None:
         ("SMOLLM2_135M", "native", "int8", 1_024, 20.3),
         ("GEMMA3_270M", "native", "f32", 1_024, 32.7),
         ("GEMMA3_270M", "native", "int8", 1_024, 33.3),
+        ("SMOLLM2_135M", "native", "fp8", 1_024, 22.4),
+        ("GEMMA3_270M", "native", "fp8", 1_024, 25.3),
+        ("SMOLLM2_135M", "native", "int4", 1_024, 26.2),
+        ("GEMMA3_270M", "native", "int4", 1_024, 29.3),
         ("SMOLLM2_135M", "torch", "f32", 1_024, 24.6),
         ("SMOLLM2_135M", "torch", "int8", 1_024, 26.2),
         ("GEMMA3_270M", "torch", "f32", 1_024, 28.1),
