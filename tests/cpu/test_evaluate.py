@@ -86,6 +86,18 @@ def test_rows_are_those_of_whole_windows(tiny: Path, tmp_path: Path, chunk: int 
     assert report.result.perplexity == pytest.approx(math.exp(total / scored), rel=1e-5)
 
 
+def test_every_kv_type_can_be_scored(tiny: Path, tmp_path: Path) -> None:
+    """Against f32 KV of the same weights: more bits are closer, and nothing is exact but f32 itself."""
+    found = {}
+    for kv in ("f32", "bf16", "int8", "fp8"):
+        settings = {"kv_dtype": kv, "kernels": "torch"}
+        report = run(tiny, tmp_path, reference=tiny, settings=settings, chunk=16, windows=2)
+        assert report.result.divergence is not None
+        found[kv] = report.result.divergence.mean_kld
+    print(found)
+    assert found["f32"] < 1e-7 < min(found["bf16"], found["int8"]) and found["int8"] < found["fp8"] < 0.5
+
+
 def test_the_reference_is_kept_checked_and_used_again(tiny: Path, tmp_path: Path) -> None:
     job: dict[str, Any] = {"reference": tiny, "settings": {"kv_dtype": "int8"}, "chunk": 16, "windows": 2}
     first = run(tiny, tmp_path, **job)
