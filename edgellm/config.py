@@ -38,8 +38,6 @@ class Setting:
     default: Any = None
     """The built-in value; None is decided later, by the model or the machine, as ``meaning`` says."""
     choices: tuple[str, ...] = ()
-    planned: tuple[str, ...] = ()
-    """Values of the published interface that this version refuses by name; ``*`` is every other value."""
     minimum: float | None = None
     maximum: float | None = None
     sampling: str | None = None
@@ -55,13 +53,7 @@ class Setting:
 
     def as_switch(self) -> Switch:
         kind = "|".join(self.choices) if self.kind == "choice" else self.kind
-        later = [value for value in self.planned if value != "*"]
-        meaning = self.meaning
-        if later:
-            meaning += f" Not in this version: {', '.join(later)}."
-        elif self.planned:
-            meaning += " Other values are not in this version." if self.choices else " Not in this version."
-        return Switch(self.variable, kind, meaning, "" if self.default is None else str(self.default))
+        return Switch(self.variable, kind, self.meaning, "" if self.default is None else str(self.default))
 
 
 SETTINGS = (
@@ -88,10 +80,10 @@ SETTINGS = (
         "kv_dtype",
         "choice",
         "Element type of the KV cache; auto is f16 (f32 beside exact activations, bf16 on a GPU) "
-        "while the context asked for fits.",
+        "while the context asked for fits. fp8 (e4m3) takes int8's bytes and rounds more; on a CPU torch "
+        "computes it, so int8 is the choice there.",
         "auto",
-        ("auto", "f32", "bf16", "f16", "int8", "int4"),
-        ("fp8",),
+        ("auto", "f32", "bf16", "f16", "fp8", "int8", "int4"),
     ),
     Setting(
         "kv_policy",
@@ -432,10 +424,6 @@ def _checked(setting: Setting, value: Any, place: str, kind: type[EdgeLLMError])
         text = str(value) if isinstance(value, str | int) and not isinstance(value, bool) else value
         if text in setting.choices:
             return text
-        if text in setting.planned or "*" in setting.planned:
-            if not setting.choices:
-                raise kind(f"{place} is not in this version")
-            raise kind(f"{place} {text} is not in this version; choose from {', '.join(setting.choices)}")
         raise kind(f"{place} must be {_rule(setting)}, not {value!r}")
     if setting.kind in ("text", "texts") and (
         value == "" or (isinstance(value, list | tuple) and "" in value)
@@ -464,7 +452,7 @@ def _checked(setting: Setting, value: Any, place: str, kind: type[EdgeLLMError])
 
 def _rule(setting: Setting) -> str:
     if setting.kind == "choice":
-        return "one of " + ", ".join(setting.choices) if setting.choices else "unset (not in this version)"
+        return "one of " + ", ".join(setting.choices)
     words = {
         "text": "a text",
         "integer": "an integer",

@@ -149,7 +149,9 @@ def _kernels() -> Iterator[Finding]:
         yield Finding("native library", OK, f"{library.backend} back end, {why}; {also}{never}{library.path}")
         if platform.machine().lower() not in ("x86_64", "amd64"):
             yield Finding("native silicon", WARNING, "native kernels have only ever run on x86-64")
-        yield Finding("int4 KV", OK, "attention on torch: the native kernels read f32, f16, bf16 and int8")
+        yield Finding(
+            "fp8, int4 KV", OK, "attention on torch: the native kernels read f32, f16, bf16 and int8"
+        )
         yield Finding(
             "GPTQ and AWQ",
             OK,

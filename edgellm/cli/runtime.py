@@ -149,7 +149,7 @@ def load_runtime(
     from edgellm.engine.stats import StatsRecorder
     from edgellm.locations import Locations
     from edgellm.runner.model_runner import ModelRunner
-    from edgellm.runner.step_program import StepProgram, choose_program
+    from edgellm.runner.step_program import StepProgram, choose_program, kv_left_to_torch
     from edgellm.speculative.speculator import make_speculator
     from edgellm_kernels.native_threads import num_threads, set_threads
     from edgellm_kernels.registry import explain
@@ -252,6 +252,10 @@ def load_runtime(
     else:
         storage = allocate_storage(spec, sizes, kv, device, num_rings=at_once)
         program = choose_program(decoder, storage)
+    parts = decoder.parts if isinstance(decoder, SplitDecoder) else (decoder,)
+    on_torch = kv_left_to_torch([part.kernels for part in parts], storage, kv.name)
+    if on_torch is not None:
+        tell(on_torch)
     draft = None
     if resolved.draft is not None:
         if isinstance(decoder, SplitDecoder):

@@ -11,11 +11,13 @@ from edgellm_kernels.batch import ForwardBatch, KVStorage
 from edgellm_kernels.ops import (
     SKIPS_ATTENTION,
     SKIPS_FEED_FORWARD,
+    Kernels,
     NativeStep,
     StepSpec,
     can_compile_step,
     native_serves,
 )
+from edgellm_models.errors import Notice
 from edgellm_models.network.decoder import Decoder, LastRows
 from edgellm_models.network.sub_layers import SkippedSubLayers
 
@@ -162,3 +164,19 @@ def choose_program(decoder: Decoder, kv: Sequence[KVStorage]) -> Decoder | StepP
     if not can_compile_step(decoder.weights.layers, decoder.weights.head):
         return decoder
     return StepProgram(decoder)
+
+
+def kv_left_to_torch(parts: Sequence[Kernels], kv: Sequence[KVStorage], name: str) -> Notice | None:
+    """What to say where a part of the model chose kernels for attention that have none for the form of these
+    pages, whose type is called ``name``: torch then serves in their place."""
+    lacking = {"native": not all(map(native_serves, kv)), "triton": any(pages.has_int4 for pages in kv)}
+    backends = [part.chosen["paged_attention"] for part in parts]
+    backend = next((backend for backend in backends if lacking.get(backend)), None)
+    if backend is None:
+        return None
+    detail = (
+        f"attention over {name} KV is computed by torch, more slowly: the {backend} kernels have none for it"
+    )
+    if name == "fp8":
+        detail += "; --kv-dtype int8 takes the same bytes, rounds less, and is computed by them"
+    return Notice("kv_on_torch", detail)

@@ -136,7 +136,7 @@ def test_sampling_comes_from_the_catalog_then_the_model_then_the_fallback(tmp_pa
         (("Hi", "--continue"), 66, ("no saved chat to go on with",)),
         (("--continue", "abcdef12", "Hi"), 66, ("no chat whose id begins with abcdef12",)),
         (("--continue=xyz", "Hi"), 66, ("'xyz' is no id of a chat",)),
-        (("Hi", "--kv-dtype", "fp8"), 2, ("--kv-dtype fp8 is not in this version",)),
+        (("Hi", "--kv-dtype", "fp4"), 2, ("--kv-dtype", "fp4", "fp8")),
         (("Hi", "-m", ""), 2, ("--model must not be empty",)),
         (("Hi", "--stop", ""), 2, ("--stop must not be empty",)),
         (("caf\udce9",), 65, ("PROMPT is not valid UTF-8",)),

@@ -247,7 +247,7 @@ def test_a_context_above_the_trained_one_is_clamped_and_said(complete: Any, mode
         (["--max-tokens", "-1"], 2, "--max-tokens"),
         (["--stop", "\udcff"], 65, "--stop is not valid UTF-8"),
         (["--temp", "warm"], 2, "temp"),
-        (["--kv-dtype", "fp8"], 2, "fp8"),
+        (["--kv-dtype", "fp4"], 2, "fp4"),
         (["--kv-policy", "trim"], 2, "trim"),
     ],
 )

@@ -32,7 +32,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return make_tiny(request.param, tmp_path_factory.mktemp("m") / request.param, quantizable=True)
 
 
-@pytest.mark.parametrize("kv", ["f32", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("kv", ["f32", "bf16", "fp8", "int8", "int4"])
 def test_a_chat_goes_on_from_its_file_as_from_memory(model: Path, tmp_path: Path, kv: str) -> None:
     """The same tokens are reused and the same bits come, log-probabilities included."""
     file = tmp_path / "chat.kv"

@@ -219,13 +219,14 @@ def test_committed_kv_is_that_of_a_fresh_prefill(kernels: str, kv: str, folders:
     assert check_rounds(loaded, load, exact=kernels == "native") >= 5
 
 
-def test_int4_stays_near_plain_decoding(folders: dict[str, Path], tmp_path: Path) -> None:
-    """What a query reads of int4 KV follows from positions alone, so only rounding tells runs apart."""
+@pytest.mark.parametrize("kv", ["fp8", "int4"])
+def test_quantized_kv_on_torch_stays_near_plain_decoding(kv: str, tmp_path: Path) -> None:
+    """What a query reads of such KV follows from positions alone, so only rounding tells runs apart."""
     path = make_tiny("llama", tmp_path / "q", quantizable=True)
 
     def run(speculator: Speculator | None) -> Result:
         lookahead = 0 if speculator is None else LOOKAHEAD
-        loaded = load_engine(path, context=256, kv="int4", speculator=speculator, lookahead=lookahead)
+        loaded = load_engine(path, context=256, kv=kv, speculator=speculator, lookahead=lookahead)
         ids = tuple(loaded.tokenizer.encode(REPEATS))
         sampling = SamplingParams(temperature=0.0, max_new_tokens=40, ignore_eos=True)
         return run_all(loaded.engine, [GenerationRequest("a", ids, sampling, logprobs=1)])[0]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from edgellm.runner.step_program import StepProgram, choose_program
+from edgellm.runner.step_program import StepProgram, choose_program, kv_left_to_torch
 from edgellm_kernels.ops import largest
 from edgellm_models.checkpoint import open_checkpoint
 from edgellm_models.network.build import build_decoder
@@ -155,16 +156,26 @@ def test_ropes_that_turn_by_length(tmp_path: Path) -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_int4_pages_and_torch_kernels_run_op_by_op(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv", ["fp8", "int4"])
+def test_pages_without_native_kernels_and_torch_kernels_run_op_by_op(kv: str, tmp_path: Path) -> None:
+    """And it is said where kernels were chosen that do not compute what there is."""
     folder = make_tiny("llama", tmp_path, quantizable=True)
     native, by_torch = decoder_of(folder), decoder_of(folder, "torch")
-    f32, int4 = (poisoned_storage(native.spec, 8, name, 16) for name in ("f32", "int4"))
+    f32, other = (poisoned_storage(native.spec, 8, name, 16) for name in ("f32", kv))
     assert isinstance(choose_program(native, f32), StepProgram)
-    assert choose_program(native, int4) is native
+    assert choose_program(native, other) is native
     assert choose_program(by_torch, f32) is by_torch
-    ours, _ = story(native, "int4", compiled=False)
-    theirs, _ = story(by_torch, "int4", compiled=False)
+    ours, _ = story(native, kv, compiled=False)
+    theirs, _ = story(by_torch, kv, compiled=False)
     assert max(relative_error(a, b) for a, b in zip(ours, theirs, strict=True)) < 2e-2
+    notice = kv_left_to_torch([by_torch.kernels, native.kernels], other, kv)
+    assert notice is not None and notice.kind == "kv_on_torch"
+    assert f"{kv} KV is computed by torch" in notice.detail and "native" in notice.detail
+    assert ("--kv-dtype int8" in notice.detail) == (kv == "fp8")
+    assert kv_left_to_torch([native.kernels], f32, "f32") is None
+    assert kv_left_to_torch([by_torch.kernels], other, kv) is None
+    on_gpu = replace(native.kernels, chosen={"paged_attention": "triton"})
+    assert (kv_left_to_torch([on_gpu], other, kv) is None) == (kv == "fp8")
 
 
 @pytest.mark.parametrize("n", [1, 7, 8, 50001])
