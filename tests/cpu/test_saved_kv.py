@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from edgellm import LLM, SamplingParams
 from edgellm.engine.async_engine import AsyncEngine
@@ -78,9 +79,9 @@ def test_the_answers_of_a_chat_keep_their_ids(tmp_path: Path) -> None:
 # --- what is refused ---
 
 
-def engine_with_file(model: Path, tmp_path: Path) -> tuple[KVExchange, Path]:
-    loaded = load_engine(model, context=256)
-    exchange = exchange_of(loaded, KVIdentity("a" * 32, "f32", "16", "r"))
+def engine_with_file(model: Path, tmp_path: Path, kv: str = "f32") -> tuple[KVExchange, Path]:
+    loaded = load_engine(model, context=256, kv=kv)
+    exchange = exchange_of(loaded, KVIdentity("a" * 32, kv, "16", "r"))
     exchange_request(loaded, PROMPT)
     file = tmp_path / "chat.kv"
     exchange.write(file, exchange.snapshot(PROMPT), [("hello", (5, 6))])
@@ -202,6 +203,21 @@ def test_ids_and_lengths_that_the_model_does_not_have_are_refused(model: Path, t
         replace(exchange, vocab_size=100).read(file)
     with pytest.raises(BadInputError, match=r"80 tokens.*context of 64"):
         replace(exchange, context_length=64).read(file)
+
+
+@pytest.mark.parametrize(("kv", "bits"), [("f32", 0xFF), ("fp8", 0x7F), ("fp8", 0xFF)])
+def test_values_that_are_no_numbers_are_refused(model: Path, tmp_path: Path, kv: str, bits: int) -> None:
+    """Whole files by their checksums, whose pages hold NaN: of f32 four bytes of ones, of e4m3 one of two."""
+    exchange, file = engine_with_file(model, tmp_path, kv)
+    saved = exchange.snapshot(PROMPT)
+    keys = saved.pages[0][0].view(torch.uint8)
+    keys[0, 0, 3, 0, 4:8] = 0x7E if kv == "fp8" else 0
+    exchange.write(file, saved)
+    exchange.read(file)
+    keys[0, 0, 3, 0, 4:8] = bits
+    exchange.write(file, saved)
+    with pytest.raises(BadInputError, match="no numbers"):
+        exchange.read(file)
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing(model: Path, tmp_path: Path) -> None:
