@@ -58,6 +58,13 @@ def calibration_text(encode: Encode, tokens: int) -> str:
     return "\n\n".join(text) + "\n"
 
 
+def prose_text(encode: Encode, tokens: int) -> str:
+    """About ``tokens`` tokens of the same prose alone."""
+    text = "\n\n".join(_prose(0))
+    ids = encode(text)
+    return text[: len(text) * tokens // max(tokens, len(ids))] + "\n"
+
+
 def held_out_windows(
     encode: Encode, templates: ChatTemplates | None, scored: int, window: int, unscored: int
 ) -> tuple[list[tuple[int, ...]], list[str]]:

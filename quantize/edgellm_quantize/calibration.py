@@ -52,16 +52,40 @@ _REQUESTS = (
 _BEGINNINGS = (
     "The",
     "In",
-    "def ",
-    "import ",
-    "# ",
     "It was",
     "A",
     "1.",
     "Dear",
     "Chapter",
-    "<p>",
     "Question:",
+    "The following section describes how the",
+    "If the argument is not given, the",
+    "In 19",
+    "She looked at the",
+    "The results of the study show that",
+    "According to the",
+    "How to",
+    "Note that this",
+    "There are two kinds of",
+    "The city of",
+    "When",
+    "## ",
+    "Die",
+    "Le",
+    "def ",
+    "import ",
+    "# ",
+    "class ",
+    "    def __init__(self, ",
+    "from __future__ import annotations\n\nimport ",
+    "for ",
+    "if (",
+    "#include <",
+    "function ",
+    "SELECT ",
+    "<p>",
+    '{\n  "',
+    '"""',
 )
 
 
@@ -214,7 +238,8 @@ def _document(line: str, where: str, templates: ChatTemplates | None) -> tuple[s
 def _written_by_model(
     spec: CalibrationSpec, tokenizer: Tokenizer, templates: ChatTemplates | None, generate: Generate
 ) -> list[tuple[int, ...]]:
-    """Answers to varied requests through the chat template, and free text after short beginnings, in turn."""
+    """Answers to varied requests through the chat template, and twice as many free texts, prose and code,
+    after short beginnings."""
     draw = random.Random(spec.seed)
     first = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
     sequences: list[tuple[int, ...]] = []
@@ -224,7 +249,7 @@ def _written_by_model(
             break
         prompts = []
         for index in range(missing):
-            if templates is not None and index % 2 == 0:
+            if templates is not None and index % 3 == 0:
                 text = templates.render(
                     [{"role": "user", "content": draw.choice(_REQUESTS)}], add_generation_prompt=True
                 )
