@@ -83,7 +83,8 @@ def _cut(logits: torch.Tensor, state: SamplerState) -> tuple[torch.Tensor, torch
     # What was filtered before the nucleus is -inf and adds nothing: it is never needed to reach top_p, unless
     # nothing reaches it; then all that is finite stays.
     count = 1 + (reached[:-1] < sampling.top_p).sum()
-    count = torch.minimum(count, torch.isfinite(best).sum())
+    # At least one: nothing of a row of NaN is finite, and a place before the first is a fault of the device.
+    count = torch.minimum(count, torch.isfinite(best).sum()).clamp_min(1)
     return _best(scores, best, count)
 
 

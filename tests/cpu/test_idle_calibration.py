@@ -56,12 +56,9 @@ async def answer(runtime: Runtime, name: str) -> list[int]:
     return [token async for event in stream for token in event.token_ids]
 
 
-def test_a_model_is_calibrated_when_it_is_idle_after_an_answer(
-    folder: Path, profiles: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_is_calibrated_when_it_is_idle_after_an_answer(folder: Path, profiles: Path) -> None:
     """Not while nobody has asked yet; what it finds is used from then on and kept for the next start; a
     request that comes in the middle is answered as ever."""
-    monkeypatch.setattr(async_engine, "IDLE_AFTER_S", 0.0)
     runtime = loaded(folder)
     engine = async_engine.AsyncEngine(runtime.core, idle_work=runtime.idle_work, idle_after_s=0.0)
     runtime._service = engine

@@ -218,9 +218,17 @@ def test_cancelled_while_its_step_is_in_flight(tmp_path: Path) -> None:
     assert other.text == "ba" * 50 and other.reason is FinishReason.LENGTH
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "filters", [{}, {"top_p": 0.9}, {"top_k": 3}, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}]
+)
+@pytest.mark.parametrize("temperature", [0.0, 0.01])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_unusable_logits_end_their_own_answer(
-    bad: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bad: float,
+    temperature: float,
+    filters: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The step behind them has begun by then; the other answer goes on."""
     path = make_bigram(tmp_path / "m", ["a", "b"], loop=True, context=256)
@@ -235,7 +243,7 @@ def test_unusable_logits_end_their_own_answer(
 
     monkeypatch.setattr(DecodeGraphs, "logits", damaged)
     ids = tuple(loaded.tokenizer.encode("a"))
-    sampling = SamplingParams(temperature=0.0, max_new_tokens=30)
+    sampling = SamplingParams(temperature=temperature, seed=1, max_new_tokens=30, **filters)
     good, failed = run_all(
         loaded.engine, [GenerationRequest("good", ids, sampling), GenerationRequest("bad", ids, sampling)]
     )
@@ -300,7 +308,8 @@ def test_an_engine_waits_for_steps_in_flight_before_it_is_idle(tmp_path: Path) -
     loaded = bigram(tmp_path)
     engine: Engine = loaded.engine
     engine.submit(GenerationRequest("x", tuple(loaded.tokenizer.encode("a")), GREEDY))
-    assert engine.step() == [] or engine.has_work()
+    engine.step()
+    assert engine._flights is not None and len(engine._flights) == 1
     engine.cancel("x")
     seen = 0
     while engine.has_work():
