@@ -26,7 +26,7 @@ from edgellm.contracts import (
     Usage,
 )
 from edgellm.own_loop import run_in_own_loop
-from edgellm_models.errors import BadInputError, EngineError
+from edgellm_models.errors import BadInputError, EngineError, UsageError
 
 if TYPE_CHECKING:
     from edgellm.cli.runtime import Runtime
@@ -135,7 +135,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling: SamplingParams | None = None,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         num_samples: int = 1,
         logprobs: int | None = None,
@@ -144,17 +144,22 @@ class LLM:
     ) -> list[LLMResult]:
         """Continues texts, or lists of token ids, without a chat template: a result per prompt, in order.
 
-        Greedy and at most 256 tokens unless ``sampling`` says otherwise. BadInputError, before anything runs,
-        names the first prompt that cannot be served.
+        Greedy and at most 256 tokens unless ``sampling`` says otherwise, for all or one for each: prompts
+        that are equal get equal texts where their seed is. BadInputError, before anything runs, names the
+        first prompt that cannot be served; UsageError where there are not as many samplings as prompts.
         """
+        listed = _as_list(prompts)
         if sampling is None:
             base = SamplingParams(temperature=0.0, max_new_tokens=DEFAULT_MAX_TOKENS)
             sampling = self._resolved.sampling_params(base)
+        each = [sampling] * len(listed) if isinstance(sampling, SamplingParams) else list(sampling)
+        if len(each) != len(listed):
+            raise UsageError(f"{len(listed)} prompts have {len(each)} samplings: give one, or one for each")
         requests = [
             GenerationRequest(
                 uuid.uuid4().hex,
                 self._ids(prompt),
-                sampling,
+                own,
                 num_samples=num_samples,
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
@@ -162,7 +167,7 @@ class LLM:
                 kv_policy=self._runtime.kv_policy,
                 continues_text=True,
             )
-            for prompt in _as_list(prompts)
+            for prompt, own in zip(listed, each, strict=True)
         ]
         return self._run(requests)
 

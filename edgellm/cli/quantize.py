@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -65,7 +66,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     help="Text that shows the linears their inputs: a file, the model's own writing, or none.  "
     "[default: none; self for the methods gptq and awq]",
 )
-@option("--samples", type=int, metavar="N", help="Calibration sequences at most.")
+@option("--samples", type=int, metavar="N", help="Calibration sequences at most; self goes on until the tokens are as many.")
 @option("--sequence-length", type=int, metavar="N", help="Tokens of a calibration sequence at most.")
 @option("--seed", type=int, default=0, metavar="N", help="Of the calibration's draws.  [default: 0]")
 @option("--imatrix", metavar="FILE", help="Read an importance matrix of llama.cpp.")
@@ -226,7 +227,11 @@ def own_writing(path: Path) -> Callable[[Sequence[Sequence[int]], int, int], lis
         from edgellm.contracts import SamplingParams
         from edgellm.llm import LLM
 
-        settings = SamplingParams(temperature=1.0, max_new_tokens=max_new_tokens, seed=seed)
+        draw = random.Random(seed)  # one seed for all would give equal prompts equal texts
+        settings = [
+            SamplingParams(temperature=1.0, max_new_tokens=max_new_tokens, seed=draw.getrandbits(32))
+            for _ in prompts
+        ]
         with LLM(path) as llm:
             results = llm.generate([list(prompt) for prompt in prompts], settings)
         return [list(result.answers[0].token_ids) for result in results]

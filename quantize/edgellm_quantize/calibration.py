@@ -239,16 +239,16 @@ def _written_by_model(
     spec: CalibrationSpec, tokenizer: Tokenizer, templates: ChatTemplates | None, generate: Generate
 ) -> list[tuple[int, ...]]:
     """Answers to varied requests through the chat template, and twice as many free texts, prose and code,
-    after short beginnings."""
+    after short beginnings: texts that end early are followed by others, until there are as many tokens as
+    ``spec.samples`` whole sequences have."""
     draw = random.Random(spec.seed)
     first = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
     sequences: list[tuple[int, ...]] = []
+    left = spec.samples * spec.sequence_length
     for turn in range(_ROUNDS):
-        missing = spec.samples - len(sequences)
-        if missing <= 0:
-            break
+        usual = sum(len(text) for text in sequences) // len(sequences) if sequences else spec.sequence_length
         prompts = []
-        for index in range(missing):
+        for index in range(min(spec.samples, -(-left // usual))):
             if templates is not None and index % 3 == 0:
                 text = templates.render(
                     [{"role": "user", "content": draw.choice(_REQUESTS)}], add_generation_prompt=True
@@ -264,7 +264,10 @@ def _written_by_model(
         if len(answers) != len(prompts):
             raise BadInputError(f"{len(prompts)} prompts were continued, {len(answers)} answers came")
         for prompt, answer in zip(prompts, answers, strict=True):
-            joined = (*prompt, *answer)[: spec.sequence_length]
+            joined = (*prompt, *answer)[: min(spec.sequence_length, left)]
             if len(joined) >= _SHORTEST:
                 sequences.append(joined)
+                left -= len(joined)
+        if left < _SHORTEST:
+            break
     return sequences

@@ -58,6 +58,14 @@ def test_samples_logprobs_and_prompt_logprobs(llm: LLM) -> None:
     assert [p.token_id for p in result.prompt_logprobs] == list(result.prompt_token_ids[1:])
 
 
+def test_each_prompt_may_have_its_own_sampling(llm: LLM) -> None:
+    each = [SamplingParams(temperature=0.0, max_new_tokens=most) for most in (1, 3, 2)]
+    results = llm.generate(["hello"] * 3, each)
+    assert [result.text for result in results] == ["one", "one two th", "one two"]
+    with pytest.raises(UsageError, match="3 prompts have 2 samplings"):
+        llm.generate(["hello"] * 3, each[:2])
+
+
 def test_a_chat_reuses_what_it_computed(llm: LLM) -> None:
     messages = [{"role": "user", "content": "q" * 43}]
     first = llm.chat(messages)

@@ -93,7 +93,8 @@ def test_errors_name_the_file_and_the_way_out(tokenizer: Tokenizer, tmp_path: Pa
 
 
 def test_the_model_writes_its_own_text(model: Path, tokenizer: Tokenizer) -> None:
-    """Answers through the template and free text in turn; what comes back is kept behind its prompt."""
+    """Answers through the template and free text in turn; what comes back is kept behind its prompt, and
+    texts that end early are followed by others."""
     templates = load_chat_templates(model, "safetensors", {})
     calls: list[tuple[int, int]] = []
 
@@ -103,7 +104,9 @@ def test_the_model_writes_its_own_text(model: Path, tokenizer: Tokenizer) -> Non
 
     spec = CalibrationSpec("self", samples=16, sequence_length=96, seed=7)
     found = _tokens(spec, tokenizer, templates=templates, generate=generate)
-    assert calls == [(16, 7)] and len(found.sequences) == 16
+    assert 1500 < found.num_tokens <= 16 * 96
+    assert calls[:2] == [(16, 7), (16, 8)] and len(calls) <= 8
+    calls.clear()
     assert found == _tokens(spec, tokenizer, templates=templates, generate=generate)
     assert all(sequence[0] == tokenizer.bos_id and len(sequence) <= 96 for sequence in found.sequences)
     assert all(len(set(sequence[-5:])) == 1 for sequence in found.sequences)

@@ -119,6 +119,8 @@ def test_own_writing_continues_prompts(source: Path) -> None:
     first = generate([[5, 9], [7]], 6, 3)
     assert [len(ids) for ids in first] and all(0 < len(ids) <= 6 for ids in first)
     assert first == generate([[5, 9], [7]], 6, 3)
+    alike = generate([[5, 9]] * 8, 12, 3)
+    assert len({tuple(ids) for ids in alike}) == 8  # a beginning that is drawn twice gives two texts
 
 
 def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
