@@ -66,7 +66,12 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     help="Text that shows the linears their inputs: a file, the model's own writing, or none.  "
     "[default: none; self for the methods gptq and awq]",
 )
-@option("--samples", type=int, metavar="N", help="Calibration sequences at most; self goes on until the tokens are as many.")
+@option(
+    "--samples",
+    type=int,
+    metavar="N",
+    help="Calibration sequences at most; self writes as many tokens as so many whole ones have.",
+)
 @option("--sequence-length", type=int, metavar="N", help="Tokens of a calibration sequence at most.")
 @option("--seed", type=int, default=0, metavar="N", help="Of the calibration's draws.  [default: 0]")
 @option("--imatrix", metavar="FILE", help="Read an importance matrix of llama.cpp.")
