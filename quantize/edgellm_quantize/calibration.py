@@ -49,7 +49,7 @@ _REQUESTS = (
     "What does this shell command do: find . -name '*.log' -mtime +7 -delete",
     "Tell me about the history of the printing press.",
 )
-_BEGINNINGS = (
+_PROSE = (
     "The",
     "In",
     "It was",
@@ -72,6 +72,8 @@ _BEGINNINGS = (
     "## ",
     "Die",
     "Le",
+)
+_CODE = (
     "def ",
     "import ",
     "# ",
@@ -238,9 +240,9 @@ def _document(line: str, where: str, templates: ChatTemplates | None) -> tuple[s
 def _written_by_model(
     spec: CalibrationSpec, tokenizer: Tokenizer, templates: ChatTemplates | None, generate: Generate
 ) -> list[tuple[int, ...]]:
-    """Answers to varied requests through the chat template, and twice as many free texts, prose and code,
-    after short beginnings: texts that end early are followed by others, until there are as many tokens as
-    ``spec.samples`` whole sequences have."""
+    """Answers to varied requests through the chat template, prose and code after short beginnings, in turn.
+    Texts that end early are followed by others, until there are as many tokens as ``spec.samples`` whole
+    sequences have."""
     draw = random.Random(spec.seed)
     first = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
     sequences: list[tuple[int, ...]] = []
@@ -255,7 +257,7 @@ def _written_by_model(
                 )
                 ids = tokenizer.encode(text, add_special=False, parse_special=True)
             else:
-                ids = tokenizer.encode(draw.choice(_BEGINNINGS), add_special=False)
+                ids = tokenizer.encode(draw.choice((_PROSE, _CODE)[index % 2]), add_special=False)
             if ids[: len(first)] != first:
                 ids = [*first, *ids]
             prompts.append(ids[: spec.sequence_length - 1])
