@@ -109,7 +109,8 @@ def test_the_model_writes_its_own_text(model: Path, tokenizer: Tokenizer) -> Non
     calls.clear()
     assert found == _tokens(spec, tokenizer, templates=templates, generate=generate)
     assert all(sequence[0] == tokenizer.bos_id and len(sequence) <= 96 for sequence in found.sequences)
-    assert all(len(set(sequence[-5:])) == 1 for sequence in found.sequences)
+    whole = found.sequences[:-1]  # the last is cut to what is left
+    assert all(len(set(sequence[-5:])) == 1 for sequence in whole)
     with pytest.raises(BadInputError, match="token id 99999 is none of the model's"):
         _tokens(spec, tokenizer, generate=lambda prompts, most, seed: [[99999] * 8 for _ in prompts])
     with pytest.raises(BadInputError, match="0 answers came"):
