@@ -27,23 +27,21 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from acceptance import gptqmodel_peer
 from acceptance.harness import RESULTS, Figure, commit
 from acceptance.llama_cpp_tools import VERSION, tool
-from acceptance.quality_text import calibration_text, held_out_windows, prose_text
+from acceptance.quality_text import calibration_text, prose_text
+from acceptance.twin_loss import WINDOW, encoder, twin_loss
 from edgellm_models.checkpoint import open_checkpoint
 from edgellm_models.checkpoint.reader import Checkpoint
-from edgellm_models.network.build import LayerLoader
-from edgellm_models.tokenizer import load_chat_templates, load_tokenizer
+from edgellm_models.tokenizer import load_tokenizer
 from edgellm_quantize.api import quantize_model
-from edgellm_quantize.capture import open_stream
 from edgellm_quantize.grids import IntegerGrid, dequantize
 from edgellm_quantize.layer_rounding import CorePlan, uniform_grids
 from edgellm_quantize.overlay import OverlayCheckpoint
@@ -53,10 +51,6 @@ from edgellm_quantize.target_size import nbytes
 from tests.support.dense_twin import write_twin_gguf
 from tests.support.real_models import REAL_MODELS, real_model
 
-WINDOW, UNSCORED = 512, 128
-_AT_ONCE = 8
-"""Windows that run at once."""
-_HEAD_ROWS = 256
 PROMISES = (
     ("Q4_K_M", "llama Q4_K_M", 0.75),
     ("Q3_K_M", "llama Q3_K_M", 0.7),
@@ -96,8 +90,8 @@ class Bench:
         """A file with nothing but prose, as many tokens."""
         path = self.folder / f"prose-{self.tokens}.txt"
         if not path.exists():
-            with _opened(self.twin) as checkpoint:
-                path.write_text(prose_text(_encoder(checkpoint), self.tokens), encoding="utf-8")
+            with closing(open_checkpoint(self.twin)) as checkpoint:
+                path.write_text(prose_text(encoder(checkpoint), self.tokens), encoding="utf-8")
         return path
 
     def out(self, case: str) -> Path:
@@ -114,8 +108,8 @@ class Bench:
             partial = self.folder / ".twin.partial"
             write_twin_gguf(real_model(self.model), partial).replace(self.twin)
         if not self.text.exists():
-            with _opened(self.twin) as checkpoint:
-                self.text.write_text(calibration_text(_encoder(checkpoint), self.tokens), encoding="utf-8")
+            with closing(open_checkpoint(self.twin)) as checkpoint:
+                self.text.write_text(calibration_text(encoder(checkpoint), self.tokens), encoding="utf-8")
 
 
 Made = tuple[Callable[[], Checkpoint], dict[str, Any]]
@@ -166,7 +160,7 @@ def llama(type_name: str) -> Callable[[Bench, str], Made]:
         command = [tool("llama-quantize"), "--imatrix", imatrix, bench.twin, out, type_name, threads]
         subprocess.run(list(map(str, command)), check=True, capture_output=True)
         seconds = time.perf_counter() - began
-        with _opened(out) as checkpoint:
+        with closing(open_checkpoint(out)) as checkpoint:
             infos = checkpoint.tensors().values()
             weights = sum(math.prod(info.shape) for info in infos)
             stored = sum(nbytes(tuple(info.shape), info.type_name) for info in infos)
@@ -256,22 +250,6 @@ CASES: dict[str, Callable[[Bench, str], Made]] = {
 }
 
 
-class _opened:
-    def __init__(self, path: Path) -> None:
-        self.checkpoint = open_checkpoint(path)
-
-    def __enter__(self) -> Checkpoint:
-        return self.checkpoint
-
-    def __exit__(self, *_: object) -> None:
-        self.checkpoint.close()
-
-
-def _encoder(checkpoint: Checkpoint) -> Callable[[str], list[int]]:
-    tokenizer = load_tokenizer(checkpoint.path, checkpoint.file_format, checkpoint.metadata)
-    return lambda text: tokenizer.encode(text, add_special=False, parse_special=True)
-
-
 def _bits(bench: Bench, case: str) -> float:
     note = bench.out(case).with_name(bench.out(case).name + ".json")
     if not note.exists():
@@ -279,66 +257,10 @@ def _bits(bench: Bench, case: str) -> float:
     return float(json.loads(note.read_text(encoding="utf-8"))["bpw"])
 
 
-def hidden_states(checkpoint: Checkpoint, windows: Sequence[Sequence[int]]) -> torch.Tensor:
-    """f32 [windows, scored, hidden] before the last norm, in f32 weights and activations."""
-    loader = LayerLoader(checkpoint)
-    stream = open_stream(loader, windows, _AT_ONCE * WINDOW)
-    for index in range(loader.spec.num_layers):
-        stream.forward(loader.layer(index), index)
-    hidden = torch.cat([part.view(-1, WINDOW, loader.spec.hidden_size) for part in stream.state()])
-    return hidden[:, UNSCORED:].contiguous()
-
-
-def divergences(
-    twin: Checkpoint, wanted: torch.Tensor, model: Checkpoint, found: torch.Tensor
-) -> torch.Tensor:
-    """KL(twin || model) of every scored token [windows, scored]; logits are made a few rows at a time."""
-    heads = []
-    for checkpoint, hidden in ((twin, wanted), (model, found)):
-        loader = LayerLoader(checkpoint)
-        norm = loader.output_norm()
-        head = loader.head()
-        heads.append((loader, norm, head, hidden.view(-1, hidden.shape[-1])))
-    rows = []
-    for start in range(0, len(heads[0][3]), _HEAD_ROWS):
-        logs = []
-        for loader, norm, head, hidden in heads:
-            part = hidden[start : start + _HEAD_ROWS]
-            prepared, _ = loader.kernels.add_rms_norm(None, part, norm, loader.spec.rms_eps)
-            logits = loader.kernels.lm_head(prepared, head, loader.spec.final_softcap)
-            logs.append(logits.float().log_softmax(-1))
-        rows.append((logs[0].exp() * (logs[0] - logs[1])).sum(-1))
-    return torch.cat(rows).view(wanted.shape[:2])
-
-
 def _measure(bench: Bench, case: str) -> dict[str, Any]:
-    """Mean KL and its standard error over windows, whose tokens are not independent of each other."""
     opener, detail = CASES[case](bench, case)
-    with _opened(bench.twin) as twin:
-        templates = load_chat_templates(twin.path, twin.file_format, twin.metadata)
-        windows, kinds = held_out_windows(_encoder(twin), templates, bench.scored, WINDOW, UNSCORED)
-        reference = bench.folder / f"reference-{len(windows)}.pt"
-        if not reference.exists():
-            torch.save(hidden_states(twin, windows), reference)
-        wanted = torch.load(reference, weights_only=True)
-        model = opener()
-        try:
-            found = divergences(twin, wanted, model, hidden_states(model, windows))
-        finally:
-            model.close()
-    means = found.mean(1).double()
-    by_kind = {
-        kind: float(means[[i for i, k in enumerate(kinds) if k == kind]].mean())
-        for kind in sorted(set(kinds))
-    }
-    return detail | {
-        "kl": float(means.mean()),
-        "standard_error": float(means.std()) / len(means) ** 0.5,
-        "by_kind": by_kind,
-        "scored": found.numel(),
-        "calibration_tokens": bench.tokens,
-        "measured_at": commit(),
-    }
+    found = twin_loss(bench.twin, opener, bench.scored)
+    return detail | found | {"calibration_tokens": bench.tokens, "measured_at": commit()}
 
 
 def quality_folder() -> Path:

@@ -37,9 +37,20 @@ def rooms() -> str:
 
 
 def structure(old: str) -> str:
-    head, _, rest = old.partition(BEGIN)
+    return _between(old, BEGIN, f"{rooms()}\n")
+
+
+def formats(old: str) -> str:
+    """The table of docs/formats.md."""
+    import format_table
+
+    return _between(old, "<!-- generated: outputs -->", f"{format_table.table()}\n\n")
+
+
+def _between(old: str, begin: str, made: str) -> str:
+    head, _, rest = old.partition(begin)
     _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n\n{rooms()}\n{END}{tail}"
+    return f"{head}{begin}\n\n{made}{END}{tail}"
 
 
 def command_line() -> str:
@@ -97,6 +108,7 @@ def quality_plot() -> str:
 def main() -> int:
     pages = {
         "docs/structure.md": structure,
+        "docs/formats.md": formats,
         "docs/cli.md": lambda old: command_line(),
         "docs/env.md": lambda old: environment(),
         "docs/benchmarks.md": lambda old: benchmarks(),
