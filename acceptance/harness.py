@@ -72,11 +72,9 @@ def alternate(
 
 
 def record(script: str, figures: Iterable[Figure], *, keep: bool = True) -> bool:
-    """Prints the rows and, to ``keep`` them, appends them to docs/benchmarks/<script>.json; true when every
-    promise is met.
+    """Prints each row and, to ``keep`` it, appends it to docs/benchmarks/<script>.json, where other processes
+    may have written meanwhile; true when every promise is met.
     """
-    path = RESULTS / f"{script}.json"
-    rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     shared = {
         "commit": commit(),
         "date": datetime.date.today().isoformat(),
@@ -86,7 +84,8 @@ def record(script: str, figures: Iterable[Figure], *, keep: bool = True) -> bool
     met = True
     for figure in figures:
         met &= figure.met
-        rows.append(asdict(figure) | shared)
+        if keep:
+            _append(RESULTS / f"{script}.json", asdict(figure) | shared)
         value = f"{figure.value:.4g}" if isinstance(figure.value, float) else str(figure.value)
         peer = f"  [{figure.peer}]" if figure.peer else ""
         print(
@@ -94,10 +93,12 @@ def record(script: str, figures: Iterable[Figure], *, keep: bool = True) -> bool
             f"{value} {figure.unit}  ({figure.promise}){peer}",
             flush=True,
         )
-    if not keep:
-        return met
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    temporary.replace(path)
     return met
+
+
+def _append(path: Path, row: dict[str, Any]) -> None:
+    rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary.write_text(json.dumps([*rows, row], indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    temporary.replace(path)
