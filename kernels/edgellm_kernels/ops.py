@@ -19,7 +19,7 @@ from edgellm_kernels.kv_scores_torch import block_scores
 from edgellm_kernels.native_library import load_library, why_missing
 from edgellm_kernels.native_structs import serves as native_serves
 from edgellm_kernels.operands import HeadShape, Prepared
-from edgellm_kernels.registry import OPS, KernelUnavailableError, choose, explain, triton_missing
+from edgellm_kernels.registry import OPS, KernelUnavailableError, choose, explain, keep_fused, triton_missing
 from edgellm_kernels.rope_torch import rope_angles
 from edgellm_kernels.row_native import NativeRow
 from edgellm_kernels.sampling_torch import DrawTables
@@ -274,5 +274,6 @@ def draw_rows(logits: torch.Tensor, tables: DrawTables) -> tuple[torch.Tensor, t
     if logits.device.type == "cuda" and not triton_missing():
         from edgellm_kernels import sampling_triton
 
+        keep_fused()
         return sampling_triton.draw(logits, tables)
     return sampling_torch.draw(logits, tables)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+import os
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,8 +48,20 @@ class Implementation:
     function: str
 
     def load(self) -> Callable[..., Any]:
+        if self.backend == "triton":
+            keep_fused()
         function: Callable[..., Any] = getattr(importlib.import_module(self.module), self.function)
         return function
+
+
+def keep_fused(environ: MutableMapping[str, str] | None = None) -> None:
+    """Tells Triton to go on fusing a product with the sum behind it, unless the user has said otherwise.
+
+    That is its default until 3.9, which warns that the next version's will be another; then each weight would
+    take an instruction more.
+    """
+    environ = os.environ if environ is None else environ
+    environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 
 def _torch(op: str, module: str) -> Implementation:

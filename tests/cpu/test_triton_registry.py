@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from edgellm_kernels import registry
-from edgellm_kernels.registry import OPS, KernelUnavailableError, available, choose, explain
+from edgellm_kernels.registry import OPS, KernelUnavailableError, available, choose, explain, keep_fused
 
 
 @pytest.fixture
@@ -55,3 +55,10 @@ def test_triton_is_not_imported_before_it_is_chosen() -> None:
         "assert 'triton' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
+
+
+def test_products_stay_fused_unless_the_user_says_otherwise() -> None:
+    for given, kept in (({}, "1"), ({"TRITON_DEFAULT_FP_FUSION": "0"}, "0")):
+        environ = dict(given)
+        keep_fused(environ)
+        assert environ == {"TRITON_DEFAULT_FP_FUSION": kept}

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from edgellm_kernels.registry import keep_fused
+
 ARCHITECTURES = (80, 86, 89, 90, 120)
 SHARED_LIMITS = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
 _NAMES = {
@@ -78,6 +80,7 @@ def compile_call(kernel: Any, arguments: Mapping[str, Any], architecture: int) -
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    keep_fused()
     options = {name: arguments[name] for name in ("num_warps", "num_stages", "maxnreg") if name in arguments}
     signature: dict[str, str] = {}
     constants: dict[Any, Any] = {}
