@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import statistics
@@ -100,5 +101,7 @@ def _append(path: Path, row: dict[str, Any]) -> None:
     rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}")
+    if isinstance(row["value"], float) and not math.isfinite(row["value"]):
+        row["value"] = str(row["value"])  # JSON has no such numbers
     temporary.write_text(json.dumps([*rows, row], indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     temporary.replace(path)

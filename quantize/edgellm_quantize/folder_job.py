@@ -24,6 +24,7 @@ from edgellm_quantize.hf_folder import (
     check_linears,
     check_place,
     copy_side_files,
+    f16_notice,
     plan_folder,
     report_of,
     write_folder,
@@ -121,7 +122,7 @@ def run_folder_job(job: QuantizeJob, checkpoint: Checkpoint, spec: ModelSpec) ->
         recipe = settle_recipe(recipe, tensors, calibrated)
     if calibrated and (recipe.format == "hf" or recipe.method == "rtn"):
         raise UsageError(f"a {recipe.format} folder of the method {recipe.method} needs no calibration")
-    notices = [*checkpoint.notices, *_requantize_notice(tensors)]
+    notices = [*checkpoint.notices, *_requantize_notice(tensors), *f16_notice(recipe, tensors)]
     if not calibrated:
         check_memory(memory_needed(tensors), job.max_memory, "the largest tensor of this model")
     rounding = Rounding(_no_rounding, "copy")

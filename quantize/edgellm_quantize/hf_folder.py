@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from edgellm_models.errors import BadInputError, EdgeLLMError, OutputError
+from edgellm_models.errors import BadInputError, EdgeLLMError, Notice, OutputError
 from edgellm_quantize.hf_tensors import HFTensors, is_block_linear
 from edgellm_quantize.packed_layouts import check_shape, pack_linear, packed_shapes, quantization_config
 from edgellm_quantize.recipe import LayerOutcome, QuantizedLinear, QuantizeRecipe, TensorReport
@@ -44,7 +44,29 @@ class FolderPlan:
     """One per weight or vector of the model; errors and seconds are filled in while writing."""
     linears: dict[str, tuple[int, int]]
     """Quantized linears by Hugging Face name, [N, K]."""
-    dense_dtype: str
+    torch_dtype: str
+    """What config.json says that the model computes in."""
+
+
+OUTGROW_F16 = ("gemma2", "gemma3")
+"""Families whose activations have values above 65,504: in f16 they end in infinity and NaN."""
+
+
+def torch_dtype(recipe: QuantizeRecipe, tensors: HFTensors, dense: str) -> str:
+    """What a reader is to compute in: the type of what is not quantized, but bf16 where f16 cannot hold what
+    the model computes. A dense folder has the type that was asked for."""
+    if recipe.format != "hf" and dense == "F16" and tensors.spec.architecture in OUTGROW_F16:
+        return "bfloat16"
+    return _TORCH_NAMES[dense]
+
+
+def f16_notice(recipe: QuantizeRecipe, tensors: HFTensors) -> list[Notice]:
+    """Said of a dense folder in f16 that will overflow where it is computed in f16."""
+    family = tensors.spec.architecture
+    if recipe.format != "hf" or recipe.dtype != "f16" or family not in OUTGROW_F16:
+        return []
+    detail = f"what {family} models compute outgrows f16: load this folder in bf16 or f32, or write bf16"
+    return [Notice("outgrows_f16", detail)]
 
 
 def dense_dtype(recipe: QuantizeRecipe, tensors: HFTensors) -> str:
@@ -90,7 +112,7 @@ def plan_folder(
             )
             kind_name = dtype
         reports.append(TensorReport(canonical, kind_name, tuple(info.shape), items[-1].nbytes))
-    return FolderPlan(tuple(items), tuple(reports), linears, dtype)
+    return FolderPlan(tuple(items), tuple(reports), linears, torch_dtype(recipe, tensors, dtype))
 
 
 def check_linears(recipe: QuantizeRecipe, tensors: HFTensors) -> None:
@@ -185,7 +207,7 @@ def write_folder(
         written = {key: value for key, value in config.items() if key not in _OLD_QUANTIZATION}
         for key in ("torch_dtype", "dtype"):
             written.pop(key, None)
-        written["torch_dtype"] = _TORCH_NAMES[plan.dense_dtype]
+        written["torch_dtype"] = plan.torch_dtype
         if section is not None:
             written["quantization_config"] = section
             if recipe.format == "gptq":
@@ -280,6 +302,7 @@ __all__ = [
     "check_linears",
     "check_place",
     "copy_side_files",
+    "f16_notice",
     "output_error",
     "plan_folder",
     "report_of",

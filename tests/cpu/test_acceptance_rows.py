@@ -27,4 +27,6 @@ def test_rows_of_two_runs_at_once_are_all_kept(tmp_path: Path, monkeypatch: pyte
     assert record("speed", figures()) is True
     assert kept() == ["first", "of another run", "second"]
     assert record("speed", [Figure("not kept", 4.0, "", "none", True)], keep=False) is True
-    assert kept()[-1] == "second" and [path.name for path in tmp_path.iterdir()] == ["speed.json"]
+    assert record("speed", [Figure("lost", float("nan"), "", "at most 1", False)]) is False
+    assert "NaN" not in (tmp_path / "speed.json").read_text(encoding="utf-8") and kept()[-1] == "lost"
+    assert [path.name for path in tmp_path.iterdir()] == ["speed.json"]

@@ -67,6 +67,24 @@ def check_against_formula(source: Path, out: Path, read: Any, most: float) -> No
         assert np.array_equal(ours.numpy(), values), name
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_model_that_outgrows_f16_is_declared_as_bf16(tmp_path: Path, arch: str) -> None:
+    """Readers compute in the type that config.json names, and in f16 Gemma's activations end in NaN."""
+    outgrows = arch in ("gemma2", "gemma3")
+    source = tiny(tmp_path / "source", arch)
+    for form in ("gptq", "awq", "compressed-tensors"):
+        given = {"format": form, "group_size": 32, "symmetric": form != "awq", "method": "rtn"}
+        quantize(source, tmp_path / form, **given)
+        config = json.loads((tmp_path / form / "config.json").read_text())
+        assert config["torch_dtype"] == ("bfloat16" if outgrows else "float16")
+        weights = all_tensors(tmp_path / form)
+        kinds = {tensor.dtype for name, tensor in weights.items() if name.endswith(("scales", "norm.weight"))}
+        assert kinds == {torch.float16}
+    report = quantize(source, tmp_path / "dense", format="hf", dtype="f16")
+    assert json.loads((tmp_path / "dense" / "config.json").read_text())["torch_dtype"] == "float16"
+    assert [n.kind for n in report.notices if n.kind == "outgrows_f16"] == ["outgrows_f16"] * outgrows
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(
     ("bits", "version", "most"),

@@ -1,0 +1,84 @@
+"""Our GPTQ and AWQ folders in transformers with GPTQModel: its logits beside those of our f32 model.
+
+GPTQModel is no dependency: install it in an environment of its own (``pip install gptqmodel optimum
+accelerate``). The folders are those of quantize_quality, where they were made, else made without calibration.
+
+EDGELLM_GPTQMODEL_PYTHON  the Python of that environment; without it nothing is measured
+EDGELLM_QUALITY_FOLDER    where twins and outputs are kept, see quantize_quality
+EDGELLM_QUALITY_MODELS    smollm2-135m,gemma3-270m (default: both)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from acceptance.gptqmodel_peer import PYTHON
+from acceptance.harness import ROOT, Figure
+from acceptance.output_formats import made
+from acceptance.quantize_quality import Bench, quality_folder
+from acceptance.twin_loss import encoder
+from edgellm.bench.natural_text import natural_text
+from edgellm_models.checkpoint import open_checkpoint
+from edgellm_models.network.build import LayerLoader
+from edgellm_quantize.capture import open_stream
+from tests.support.real_models import REAL_MODELS
+
+CASES = {"gptq 4": "GPTQ 4 bits", "gptq 3": "GPTQ 3 bits", "awq": "AWQ 4 bits", "": "GPTQ 8 bits"}
+"""Case of quantize_quality, output of output_formats."""
+MOST = 0.05
+_SEQUENCES, _LENGTH = 2, 64
+
+
+def our_logits(folder: Path, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+    """[sequences, tokens, vocabulary] of the decoded weights, all in f32."""
+    with closing(open_checkpoint(folder)) as checkpoint:
+        loader = LayerLoader(checkpoint)
+        stream = open_stream(loader, sequences, _SEQUENCES * _LENGTH)
+        for index in range(loader.spec.num_layers):
+            stream.forward(loader.layer(index), index)
+        [hidden] = stream.state()
+        prepared, _ = loader.kernels.add_rms_norm(None, hidden, loader.output_norm(), loader.spec.rms_eps)
+        logits = loader.kernels.lm_head(prepared, loader.head(), loader.spec.final_softcap)
+        return logits.float().view(_SEQUENCES, _LENGTH, -1)
+
+
+def their_logits(folder: Path, sequences: Sequence[Sequence[int]]) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The same by transformers, and what it ran."""
+    with tempfile.TemporaryDirectory() as place:
+        tokens, out = Path(place) / "tokens.json", Path(place) / "logits.npy"
+        tokens.write_text(json.dumps([list(ids) for ids in sequences]), encoding="utf-8")
+        command = [os.environ[PYTHON], ROOT / "tools" / "logits_with_transformers.py", folder, tokens, out]
+        done = subprocess.run(
+            list(map(str, command)), check=True, stdout=subprocess.PIPE, text=True, cwd=place
+        )
+        return torch.from_numpy(np.load(out)), json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def run() -> Iterator[Figure]:
+    if PYTHON not in os.environ:
+        print(f"left out: {PYTHON} does not say how to run transformers with GPTQModel", flush=True)
+        return
+    for model in os.environ.get("EDGELLM_QUALITY_MODELS", ",".join(REAL_MODELS)).split(","):
+        bench = Bench(model, quality_folder() / model, 32768, 0)
+        bench.prepare()
+        with closing(open_checkpoint(bench.twin)) as twin:
+            ids = encoder(twin)(natural_text("prose"))
+        sequences = [ids[i * _LENGTH : (i + 1) * _LENGTH] for i in range(_SEQUENCES)]
+        for case, output in CASES.items():
+            folder = bench.out(case) if case and bench.out(case).exists() else made(bench, output)[0]
+            mine = our_logits(folder, sequences)
+            theirs, ran = their_logits(folder, sequences)
+            error = float((theirs - mine).norm() / mine.norm())
+            peer = f"transformers {ran['versions']['transformers']}, GPTQModel {ran['versions']['gptqmodel']}"
+            name = f"{model}: {output}, logits in transformers over those of our f32 model"
+            yield Figure(name, error, "relative", f"at most {MOST}", error <= MOST, peer, ran)
