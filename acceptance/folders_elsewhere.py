@@ -6,6 +6,7 @@ accelerate``). The folders are those of quantize_quality, where they were made, 
 EDGELLM_GPTQMODEL_PYTHON  the Python of that environment; without it nothing is measured
 EDGELLM_QUALITY_FOLDER    where twins and outputs are kept, see quantize_quality
 EDGELLM_QUALITY_MODELS    smollm2-135m,gemma3-270m (default: both)
+EDGELLM_QUALITY_CASES     of CASES, separated by commas (default: all)
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def run() -> Iterator[Figure]:
         with closing(open_checkpoint(bench.twin)) as twin:
             ids = encoder(twin)(natural_text("prose"))
         sequences = [ids[i * _LENGTH : (i + 1) * _LENGTH] for i in range(_SEQUENCES)]
-        for case, output in CASES.items():
+        chosen = os.environ.get("EDGELLM_QUALITY_CASES", ",".join(CASES)).split(",")
+        for case, output in ((case, CASES[case]) for case in chosen):
             folder = bench.out(case) if case and bench.out(case).exists() else made(bench, output)[0]
             mine = our_logits(folder, sequences)
             theirs, ran = their_logits(folder, sequences)

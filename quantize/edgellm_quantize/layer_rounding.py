@@ -85,34 +85,38 @@ class LayerRounding:
 
     def run(self, stream: Stream | None, original: Stream | None) -> LayerResult:
         """Round all linears; moves the streams behind the layer."""
-        reference = None
-        if original is not None:
-            reference = (original, self._original.layer(self.index))
         for number, stage in enumerate(STAGES):
             self.on_stage(number)
             names = self._names(stage)
             self._seen = None
             if stream is not None:
-                self._seen = collect(
-                    stage,
-                    self.index,
-                    stream,
-                    self._loader.layer(self.index),
-                    reference,
-                    hessian=self.plan.method != "rtn" and bool(names),
-                )
+                self._seen = self._collect(stage, stream, original, bool(names))
                 self._remember(stage, self._seen)
             if names:
                 self._round_stage(stage, names, stream)
         self._seen = None
         if stream is not None:
             stream.finish(self._loader.layer(self.index))
-        if reference is not None:
-            reference[0].finish(reference[1])
+        if original is not None:
+            original.finish(self._original.layer(self.index))
         for name, value in self._overlay.replaced.items():
             if name not in self.result.outcomes:
                 self.result.changed[name] = value
         return self.result
+
+    def _collect(
+        self, stage: str, stream: Stream, original: Stream | None, feedback: bool
+    ) -> StageStatistics:
+        """Both forms of the layer are decoded for this alone: beside the matrices of rounding they have no
+        room."""
+        return collect(
+            stage,
+            self.index,
+            stream,
+            self._loader.layer(self.index),
+            None if original is None else (original, self._original.layer(self.index)),
+            hessian=self.plan.method != "rtn" and feedback,
+        )
 
     def _names(self, stage: str) -> list[str]:
         names = [f"{self._prefix}{stem}.weight" for stem in STAGE_STEMS[stage]]

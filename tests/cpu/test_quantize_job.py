@@ -221,3 +221,18 @@ def test_block_types_of_a_mixture_go_through_error_feedback(tmp_path: Path) -> N
         assert dequantize(outcome.weight).shape == tuple(checkpoint.tensors()[name].shape)
         assert outcome.method == "gptq" and rounded.outcomes[name].method == "rtn"
         assert outcome.relative_error is not None and outcome.relative_error < 0.02
+
+
+def test_the_peak_is_that_of_this_process_alone() -> None:
+    """getrusage's would begin with that of whoever started it."""
+    code = "from edgellm_quantize.process_memory import peak_memory; print(peak_memory())"
+    parent = (
+        "import subprocess, sys; held = bytearray(b'x') * (600 << 20); "
+        "print(subprocess.run([sys.executable, '-c', sys.argv[1]], check=True, capture_output=True, "
+        "text=True).stdout)"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(
+        [sys.executable, "-c", parent, code], check=True, capture_output=True, text=True, env=environment
+    )
+    assert 0 < int(done.stdout) < 300 << 20
