@@ -1,7 +1,8 @@
-"""Our GPTQ and AWQ folders in transformers with GPTQModel: its logits beside those of our f32 model.
+"""Our GPTQ, AWQ and compressed-tensors folders in transformers: its logits beside those of our f32 model.
 
 GPTQModel is no dependency: install it in an environment of its own (``pip install gptqmodel optimum
-accelerate``). The folders are those of quantize_quality, where they were made, else made without calibration.
+accelerate compressed-tensors``). The folders are those of quantize_quality, where they were made, else made
+without calibration.
 
 EDGELLM_GPTQMODEL_PYTHON  the Python of that environment; without it nothing is measured
 EDGELLM_QUALITY_FOLDER    where twins and outputs are kept, see quantize_quality
@@ -34,8 +35,14 @@ from edgellm_models.network.build import LayerLoader
 from edgellm_quantize.capture import open_stream
 from tests.support.real_models import REAL_MODELS
 
-CASES = {"gptq 4": "GPTQ 4 bits", "gptq 3": "GPTQ 3 bits", "awq": "AWQ 4 bits", "": "GPTQ 8 bits"}
-"""Case of quantize_quality, output of output_formats."""
+CASES = {
+    "gptq 4": "GPTQ 4 bits",
+    "gptq 3": "GPTQ 3 bits",
+    "awq": "AWQ 4 bits",
+    "gptq 8": "GPTQ 8 bits",
+    "compressed-tensors": "compressed-tensors 4 bits",
+}
+"""Case, of quantize_quality where it is there, and output of output_formats."""
 MOST = 0.05
 _SEQUENCES, _LENGTH = 2, 64
 
@@ -77,10 +84,10 @@ def run() -> Iterator[Figure]:
         sequences = [ids[i * _LENGTH : (i + 1) * _LENGTH] for i in range(_SEQUENCES)]
         chosen = os.environ.get("EDGELLM_QUALITY_CASES", ",".join(CASES)).split(",")
         for case, output in ((case, CASES[case]) for case in chosen):
-            folder = bench.out(case) if case and bench.out(case).exists() else made(bench, output)[0]
+            folder = bench.out(case) if bench.out(case).exists() else made(bench, output)[0]
             mine = our_logits(folder, sequences)
             theirs, ran = their_logits(folder, sequences)
             error = float((theirs - mine).norm() / mine.norm())
-            peer = f"transformers {ran['versions']['transformers']}, GPTQModel {ran['versions']['gptqmodel']}"
+            peer = ", ".join(f"{package} {version}" for package, version in ran["versions"].items())
             name = f"{model}: {output}, logits in transformers over those of our f32 model"
             yield Figure(name, error, "relative", f"at most {MOST}", error <= MOST, peer, ran)

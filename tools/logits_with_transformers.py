@@ -1,7 +1,7 @@
 """Logits of a quantized folder as transformers computes them, for acceptance/folders_elsewhere.py to compare.
 
 Runs in a Python of its own, where transformers and GPTQModel are (``pip install gptqmodel optimum
-accelerate``); edgellm neither needs nor imports GPTQModel:
+accelerate compressed-tensors``); edgellm neither needs nor imports GPTQModel:
 
     python tools/logits_with_transformers.py FOLDER TOKENS.json OUT.npy
 
@@ -36,10 +36,14 @@ def main() -> None:
         logits = model(ids).logits.float().numpy()
     np.save(options.out, logits)
     linears = sorted({type(module).__name__ for module in model.modules() if hasattr(module, "qweight")})
+    packages = ("transformers", "gptqmodel", "compressed-tensors")
     found = {
         "linears": linears,
         "dtype": str(model.dtype),
-        "versions": {name: importlib.metadata.version(name) for name in ("transformers", "gptqmodel")},
+        "versions": {
+            name: importlib.metadata.version(name)
+            for name in ("transformers", "gptqmodel", "compressed-tensors")
+        },
     }
     print(json.dumps(found), flush=True)
 
