@@ -40,10 +40,7 @@ def main() -> None:
     found = {
         "linears": linears,
         "dtype": str(model.dtype),
-        "versions": {
-            name: importlib.metadata.version(name)
-            for name in ("transformers", "gptqmodel", "compressed-tensors")
-        },
+        "versions": {name: importlib.metadata.version(name) for name in packages},
     }
     print(json.dumps(found), flush=True)
 
