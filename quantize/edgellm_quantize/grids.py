@@ -28,7 +28,8 @@ _CHUNK = 2048
 class Fit:
     """The values that some groups can take: ``scale * code + shift`` for codes ``low`` .. ``high``.
 
-    Tensors have the shape [1, groups] or [weights of a group, groups], f32, exactly as a reader decodes them.
+    Tensors have the shape [parts, groups], f32, exactly as a reader decodes them: the weights of a group are
+    as many runs of equal length. Many fits are held at once, so what its weights share is stored once.
     """
 
     scale: torch.Tensor
@@ -38,18 +39,28 @@ class Fit:
     fields: Any
     """What the format stores of the groups; meaningful to the grid that made the fit."""
 
-    def inverse(self) -> torch.Tensor:
-        """1 / scale, and 0 where a format's scale is 0: all codes mean the same there."""
+    def by_weight(self, weights: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Scale, shift and 1 / scale [weights, groups]; 0 for the last where a format's scale is 0: all codes
+        mean the same there."""
         import torch
 
-        return torch.where(self.scale != 0, 1 / self.scale, torch.zeros_like(self.scale))
+        inverse = torch.where(self.scale != 0, 1 / self.scale, torch.zeros_like(self.scale))
+        return _spread(self.scale, weights), _spread(self.shift, weights), _spread(inverse, weights)
 
     def codes(self, values: torch.Tensor) -> torch.Tensor:
         """The nearest code of every value [weights, groups], as f32."""
-        return (values - self.shift).mul_(self.inverse()).round_().clamp_(self.low, self.high)
+        _, shift, inverse = self.by_weight(len(values))
+        return (values - shift).mul_(inverse).round_().clamp_(self.low, self.high)
 
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
-        return self.scale * codes + self.shift
+        return _spread(self.scale, len(codes)) * codes + _spread(self.shift, len(codes))
+
+
+def _spread(parts: torch.Tensor, weights: int) -> torch.Tensor:
+    """[parts, groups] for each weight [weights, groups]; a view where all share one."""
+    if len(parts) == 1:
+        return parts.expand(weights, -1)
+    return parts.repeat_interleave(weights // len(parts), dim=0)
 
 
 class Grid(Protocol):
@@ -202,8 +213,8 @@ class BlockTypeGrid:
             )
         params = fit_blocks(rows, self.type_name, weights, self.effort)
         grid = params.grid
-        scale = torch.from_numpy(params.sub_scales()).t().repeat_interleave(grid.sub_elements, dim=0)
-        shift = torch.from_numpy(params.sub_offsets()).t().repeat_interleave(grid.sub_elements, dim=0)
+        scale = torch.from_numpy(params.sub_scales()).t()
+        shift = torch.from_numpy(params.sub_offsets()).t()
         if not grid.has_offset:
             shift = -scale * grid.zero
         low = 1 if self.type_name == "Q8_0" else 0

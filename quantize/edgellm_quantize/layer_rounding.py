@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from edgellm_models.errors import BadInputError, Notice
+from edgellm_models.network.hold import give_back_memory
 from edgellm_quantize.awq import search_scales
 from edgellm_quantize.capture import STAGE_STEMS, STAGES, StageStatistics, Stream, collect
 from edgellm_quantize.folding import CheckpointTensors, expand, fold, source_rows
@@ -94,6 +95,7 @@ class LayerRounding:
                 self._remember(stage, self._seen)
             if names:
                 self._round_stage(stage, names, stream)
+                give_back_memory()  # holes of many small matrices are a GB at the width of an 8B model
         self._seen = None
         if stream is not None:
             stream.finish(self._loader.layer(self.index))

@@ -189,10 +189,12 @@ def gptq(
         notices.append(Notice("damping_raised", detail))
     if dead := int((diagonal == 0).sum()):
         notices.append(Notice("dead_inputs", f"{dead} of {columns} inputs were 0 in all of the calibration"))
+    damping = factor.damping
     work = weight.float().t()[order].contiguous()  # [K, N], in the order of the columns
     codes, values, fits = _feedback(work, factor, grid, span, importance_of(diagonal), options)
+    del factor, work  # the descent has no room beside the first: at 14,336 inputs it is 0.8 GB
     if options.descent_passes:
-        _descend(weight, hessian, grid, (codes, values, fits), factor.damping, options.descent_passes)
+        _descend(weight, hessian, grid, (codes, values, fits), damping, options.descent_passes)
     by_place = [fit for _, fit in sorted(fits.items())]
     quantized = grid.assemble(by_place, codes.t().contiguous())
     return Rounded(quantized, values.t().contiguous(), "gptq", tuple(notices))
@@ -224,7 +226,7 @@ def _feedback(
         fit = fits[which] = grid.fit(
             natural, importance[which * span : which * span + span], options.candidates
         )
-        scale, shift, inverse = _by_column(fit, span)
+        scale, shift, inverse = fit.by_weight(span)
         for start in range(first, last, _STRIP):
             end = min(start + _STRIP, last)
             for column in range(start, end):
@@ -243,11 +245,6 @@ def _feedback(
         if last < columns:
             work[last:].addmm_(upper[first:last, last:].t(), errors[first:last], alpha=-1)
     return codes, values, fits
-
-
-def _by_column(fit: Fit, span: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scale, shift and 1 / scale [span, N], views where all columns share them."""
-    return fit.scale.expand(span, -1), fit.shift.expand(span, -1), fit.inverse().expand(span, -1)
 
 
 def _descend(
@@ -275,7 +272,7 @@ def _descend(
             first = which * span
             _rescale(damped, grid, gradient, state, which, span)
             fit = fits[which]
-            scale, shift, inverse = _by_column(fit, span)
+            scale, shift, inverse = fit.by_weight(span)
             for start in range(first, first + span, _STRIP):
                 end = min(start + _STRIP, first + span)
                 before = values[start:end].clone()
@@ -311,6 +308,7 @@ def _rescale(
     fit, part = fits[which], slice(which * span, which * span + span)
     if grid.rescaled(fit, fit.scale[0]) is None:
         return
+    # Grids whose scales are free share one among a span's weights.
     units = codes[part] + fit.shift / torch.where(fit.scale != 0, fit.scale, torch.ones_like(fit.scale))
     curvature = ((damped[part, part] @ units) * units).sum(0)
     slope = (units * gradient[part]).sum(0)
