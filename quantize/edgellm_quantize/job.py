@@ -165,20 +165,23 @@ def estimate_memory(
     shapes = ((q + 2 * kv, hidden), (hidden, q), (2 * ffn, hidden), (hidden, ffn))
     layer = 4 * sum(n * k for n, k in shapes)
     feedback = plan.method != "rtn" and tokens is not None
-    copies = 3 if feedback and plan.asymmetric_share else 2
-    work = 0
+    both = feedback and bool(plan.asymmetric_share)
+    rounding = 0
     for n, k in shapes:
         matrices = 0
         if feedback:
             # The Hessian beside the cross term and a factor, or beside an inverse (f64 up to 4096).
             matrices = k * k * 4 * (6 if k <= 4096 else 3)
-        work = max(work, matrices + 6 * n * k * 4)
-    total = _PROGRAM_BYTES + copies * layer + work
+        rounding = max(rounding, matrices + 6 * n * k * 4)
+    # While inputs are collected the layer is there as it was, as it is and as it was rounded so far.
+    square = max(k for _, k in shapes) ** 2 * 4 if feedback else 0
+    collecting = (3 if both else 2) * layer + (2 if both else 1) * square
     if tokens is not None:
-        streams = 2 if plan.asymmetric_share and feedback else 1
+        collecting += rows * (2 * hidden + 2 * (q + 2 * kv) + 4 * ffn) * 4
+    total = _PROGRAM_BYTES + max(collecting, layer + rounding)
+    if tokens is not None:
         kept = ffn if keeps_activated(tokens, ffn) else 0
-        total += streams * tokens * (hidden + max(q, kept)) * 4
-        total += rows * (2 * hidden + 2 * (q + 2 * kv) + 4 * ffn) * 4 + (256 << 20)
+        total += (2 if both else 1) * tokens * (hidden + max(q, kept)) * 4 + (256 << 20)
     return total
 
 
