@@ -106,6 +106,20 @@ def test_hard_groups_stay_finite(bits: int, symmetric: bool) -> None:
         assert bool((found.values[0] == 0).all())
 
 
+@pytest.mark.parametrize("kind", sorted(GRIDS))
+def test_a_fit_holds_what_a_block_stores_and_no_row_per_weight(kind: str) -> None:
+    """All fits of a matrix are held while it is rounded: a scale per weight would be 8 bytes for each."""
+    grid = GRIDS[kind]
+    values = _normal(grid.elements, 6, seed=1)
+    fit = BlockTypeGrid(kind).fit(values, None)
+    assert fit.scale.shape == fit.shift.shape == (grid.elements // grid.sub_elements, 6)
+    scale, shift, inverse = fit.by_weight(grid.elements)
+    assert scale.shape == shift.shape == inverse.shape == values.shape
+    codes = ((values - shift) * inverse).round().clamp(fit.low, fit.high)
+    assert torch.equal(fit.codes(values), codes)
+    assert torch.equal(fit.decode(codes), scale * codes + shift)
+
+
 def test_groups_of_one_sign_with_asymmetric_zeros() -> None:
     """E02: the zero of an all-positive group would be 0, which GPTQ readers disagree on; the error stays
     within half a step where a zero of 0 is allowed, and the stored zero is never 0 where it is not.
