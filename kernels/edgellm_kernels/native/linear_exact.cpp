@@ -52,15 +52,29 @@ const float* decode(const PackedWeight& weight, int64_t tile, int64_t first, int
   return scratch;
 }
 
-template <int TILES, int ROWS>
-void multiply(const float* const* weights, int64_t count, const float* x, int64_t stride, float* sums) {
+// How eight weights are read: decoded ones, or those of a dense format as they lie.
+struct Decoded {
+  using Element = float;
+  static F32 read(const float* p) { return load(p); }
+};
+struct Half {
+  using Element = uint16_t;
+  static F32 read(const uint16_t* p) { return load_f16(p); }
+};
+struct BFloat {
+  using Element = uint16_t;
+  static F32 read(const uint16_t* p) { return load_bf16(p); }
+};
+
+template <class W, int TILES, int ROWS>
+void multiply(const typename W::Element* const* weights, int64_t count, const float* x, int64_t stride, float* sums) {
   F32 sum[TILES][ROWS];
   for (int t = 0; t < TILES; ++t)
     for (int r = 0; r < ROWS; ++r) sum[t][r] = load(sums + r * kSumStride + t * kTileRows);
   for (int64_t i = 0; i < count; ++i) {
     F32 w[TILES];
 #pragma GCC unroll 2
-    for (int t = 0; t < TILES; ++t) w[t] = load(weights[t] + 8 * i);
+    for (int t = 0; t < TILES; ++t) w[t] = W::read(weights[t] + 8 * i);
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r) {
       F32 value = splat(x[r * stride + i]);
@@ -74,24 +88,42 @@ void multiply(const float* const* weights, int64_t count, const float* x, int64_
     for (int r = 0; r < ROWS; ++r) store(sums + r * kSumStride + t * kTileRows, sum[t][r]);
 }
 
-template <int TILES>
-void multiply_rows(const float* const* weights, int64_t count, const float* x, int64_t stride, int64_t rows, float* sums) {
+template <class W, int TILES>
+void multiply_rows(const typename W::Element* const* weights, int64_t count, const float* x, int64_t stride,
+                   int64_t rows, float* sums) {
   int64_t r = 0;
-  for (; r + 4 <= rows; r += 4) multiply<TILES, 4>(weights, count, x + r * stride, stride, sums + r * kSumStride);
-  for (; r < rows; ++r) multiply<TILES, 1>(weights, count, x + r * stride, stride, sums + r * kSumStride);
+  for (; r + 4 <= rows; r += 4) multiply<W, TILES, 4>(weights, count, x + r * stride, stride, sums + r * kSumStride);
+  for (; r < rows; ++r) multiply<W, TILES, 1>(weights, count, x + r * stride, stride, sums + r * kSumStride);
+}
+
+// 16-bit weights that so few rows read are converted where they are used: a detour through the cache costs more than
+// the products.
+constexpr int64_t kFewDenseRows = 4;
+
+template <class W>
+void dense_panel(const PackedWeight& weight, int64_t tile, int tiles, const float* x, int64_t rows, float* sums) {
+  for (int64_t first = 0; first < weight.k; first += kChunk) {
+    const int64_t count = std::min(kChunk, weight.k - first);
+    const uint16_t* weights[kPanelTiles];
+    for (int t = 0; t < tiles; ++t) weights[t] = halves(weight.tile(tile + t)) + first * 8;
+    if (tiles == 2) multiply_rows<W, 2>(weights, count, x + first, weight.k, rows, sums);
+    else multiply_rows<W, 1>(weights, count, x + first, weight.k, rows, sums);
+  }
 }
 
 }  // namespace
 
 void exact_panel(const PackedWeight& weight, int64_t tile, int tiles, const float* x, int64_t rows, float* sums) {
-  alignas(64) float scratch[kPanelTiles][kChunk * 8];
   for (int64_t i = 0; i < rows * kSumStride; i += kLanes) store(sums + i, zero());
+  if (rows <= kFewDenseRows && weight.format == Format::kF16) return dense_panel<Half>(weight, tile, tiles, x, rows, sums);
+  if (rows <= kFewDenseRows && weight.format == Format::kBF16) return dense_panel<BFloat>(weight, tile, tiles, x, rows, sums);
+  alignas(64) float scratch[kPanelTiles][kChunk * 8];
   for (int64_t first = 0; first < weight.k; first += kChunk) {
     const int64_t count = std::min(kChunk, weight.k - first);
     const float* weights[kPanelTiles];
     for (int t = 0; t < tiles; ++t) weights[t] = decode(weight, tile + t, first, count, scratch[t]);
-    if (tiles == 2) multiply_rows<2>(weights, count, x + first, weight.k, rows, sums);
-    else multiply_rows<1>(weights, count, x + first, weight.k, rows, sums);
+    if (tiles == 2) multiply_rows<Decoded, 2>(weights, count, x + first, weight.k, rows, sums);
+    else multiply_rows<Decoded, 1>(weights, count, x + first, weight.k, rows, sums);
   }
 }
 
