@@ -5,7 +5,7 @@ files of the speeds are the same. Speeds are those of this machine, medians of t
 outputs: what counts is one output beside another.
 
 EDGELLM_QUALITY_FOLDER    where twins and outputs are kept, see quantize_quality
-EDGELLM_OUTPUT_PARTS      loss,speed (default: both; speed wants a quiet machine)
+EDGELLM_OUTPUT_PARTS      size,loss,speed (default: all; speed wants a quiet machine)
 EDGELLM_OUTPUT_MODELS     smollm2-135m,gemma3-270m (default: both)
 EDGELLM_OUTPUT_SCORED     tokens scored at least (default: 4096)
 """
@@ -62,6 +62,19 @@ def made(bench: Bench, output: str) -> tuple[Path, dict[str, Any]]:
     return out, json.loads(note.read_text(encoding="utf-8"))
 
 
+def sizes(bench: Bench) -> Iterator[Figure]:
+    """What a dry run says; it writes nothing."""
+    for output, options in OUTPUTS.items():
+        out = bench.folder / "outputs" / f"{output.replace(' ', '-')}.planned"
+        job = QuantizeJob(bench.twin, out, QuantizeRecipe(**options), CalibrationSpec(), dry_run=True)
+        report = quantize_model(job)
+        detail = {"bpw": report.bits_per_weight, "bytes": report.nbytes}
+        unit = "bits per weight, by a dry run"
+        yield Figure(
+            f"{bench.model}: {output}, size", report.bits_per_weight, unit, "none", True, detail=detail
+        )
+
+
 def losses(bench: Bench, known: set[str]) -> Iterator[Figure]:
     for output in OUTPUTS:
         name = f"{bench.model}: {output}, loss without calibration"
@@ -101,11 +114,13 @@ def _known() -> set[str]:
 
 
 def run() -> Iterator[Figure]:
-    parts = os.environ.get("EDGELLM_OUTPUT_PARTS", "loss,speed").split(",")
+    parts = os.environ.get("EDGELLM_OUTPUT_PARTS", "size,loss,speed").split(",")
     scored = int(os.environ.get("EDGELLM_OUTPUT_SCORED", "4096"))
     for model in os.environ.get("EDGELLM_OUTPUT_MODELS", ",".join(REAL_MODELS)).split(","):
         bench = Bench(model, quality_folder() / model, 32768, scored)
         bench.prepare()
+        if "size" in parts:
+            yield from sizes(bench)
         if "loss" in parts:
             yield from losses(bench, _known())
         if "speed" in parts:
