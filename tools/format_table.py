@@ -77,7 +77,7 @@ def _cells(measured: dict[str, dict[str, Any]], model: str, output: str, case: s
     speed = measured.get(f"{model}: {output}, decoding")
     best = measured.get(f"{model}: KL from the twin, {case}")
     planned = measured.get(f"{model}: {output}, size")
-    size = next((row["detail"] for row in (plain, best, planned) if row and "bpw" in row["detail"]), None)
+    size = next((row["detail"] for row in (plain, planned, best) if row and "bpw" in row["detail"]), None)
     return [
         f"{size['bpw']:.2f}, {size['bytes'] / 1e6:.0f}" if size else "-",
         f"{speed['value']:.0f}" if speed else "-",
