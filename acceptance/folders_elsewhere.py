@@ -28,11 +28,10 @@ from acceptance.gptqmodel_peer import PYTHON
 from acceptance.harness import ROOT, Figure
 from acceptance.output_formats import made
 from acceptance.quantize_quality import Bench, quality_folder
-from acceptance.twin_loss import encoder
+from acceptance.twin_loss import encoder, output_head, run_layers
 from edgellm.bench.natural_text import natural_text
 from edgellm_models.checkpoint import open_checkpoint
 from edgellm_models.network.build import LayerLoader
-from edgellm_quantize.capture import open_stream
 from tests.support.real_models import REAL_MODELS
 
 CASES = {
@@ -51,13 +50,8 @@ def our_logits(folder: Path, sequences: Sequence[Sequence[int]]) -> torch.Tensor
     """[sequences, tokens, vocabulary] of the decoded weights, all in f32."""
     with closing(open_checkpoint(folder)) as checkpoint:
         loader = LayerLoader(checkpoint)
-        stream = open_stream(loader, sequences, _SEQUENCES * _LENGTH)
-        for index in range(loader.spec.num_layers):
-            stream.forward(loader.layer(index), index)
-        [hidden] = stream.state()
-        prepared, _ = loader.kernels.add_rms_norm(None, hidden, loader.output_norm(), loader.spec.rms_eps)
-        logits = loader.kernels.lm_head(prepared, loader.head(), loader.spec.final_softcap)
-        return logits.float().view(_SEQUENCES, _LENGTH, -1)
+        hidden = run_layers(loader, sequences)
+        return output_head(loader)(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
 
 
 def their_logits(folder: Path, sequences: Sequence[Sequence[int]]) -> tuple[torch.Tensor, dict[str, Any]]:

@@ -45,6 +45,7 @@ OUTPUTS: dict[str, dict[str, Any]] = {
     "compressed-tensors 4 bits": {"format": "compressed-tensors", **_GROUPS},
     "Hugging Face bf16": {"format": "hf"},
 }
+_SCORED = 4096
 _TURNS = 3
 _PROMPT, _NEW = 32, 48
 
@@ -76,8 +77,9 @@ def sizes(bench: Bench) -> Iterator[Figure]:
 
 
 def losses(bench: Bench, known: set[str]) -> Iterator[Figure]:
+    suffix = "" if bench.scored == _SCORED else f" ({bench.scored} scored)"
     for output in OUTPUTS:
-        name = f"{bench.model}: {output}, loss without calibration"
+        name = f"{bench.model}: {output}, loss without calibration{suffix}"
         if name in known:
             continue
         out, detail = made(bench, output)
@@ -115,7 +117,7 @@ def _known() -> set[str]:
 
 def run() -> Iterator[Figure]:
     parts = os.environ.get("EDGELLM_OUTPUT_PARTS", "size,loss,speed").split(",")
-    scored = int(os.environ.get("EDGELLM_OUTPUT_SCORED", "4096"))
+    scored = int(os.environ.get("EDGELLM_OUTPUT_SCORED", _SCORED))
     for model in os.environ.get("EDGELLM_OUTPUT_MODELS", ",".join(REAL_MODELS)).split(","):
         bench = Bench(model, quality_folder() / model, 32768, scored)
         bench.prepare()

@@ -28,34 +28,43 @@ def encoder(checkpoint: Checkpoint) -> Callable[[str], list[int]]:
     return lambda text: tokenizer.encode(text, add_special=False, parse_special=True)
 
 
-def hidden_states(checkpoint: Checkpoint, windows: Sequence[Sequence[int]]) -> torch.Tensor:
-    """f32 [windows, scored, hidden] before the last norm, in f32 weights and activations."""
-    loader = LayerLoader(checkpoint)
+def run_layers(loader: LayerLoader, windows: Sequence[Sequence[int]]) -> torch.Tensor:
+    """f32 [windows, tokens, hidden] before the last norm, in f32 weights and activations; windows are of one
+    length."""
     stream = open_stream(loader, windows, _AT_ONCE * WINDOW)
     for index in range(loader.spec.num_layers):
         stream.forward(loader.layer(index), index)
-    hidden = torch.cat([part.view(-1, WINDOW, loader.spec.hidden_size) for part in stream.state()])
-    return hidden[:, UNSCORED:].contiguous()
+    return torch.cat([part.view(-1, len(windows[0]), loader.spec.hidden_size) for part in stream.state()])
+
+
+def output_head(loader: LayerLoader) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The last norm and the head: f32 [rows, hidden] to logits [rows, vocabulary]."""
+    norm, head = loader.output_norm(), loader.head()
+
+    def logits(hidden: torch.Tensor) -> torch.Tensor:
+        prepared, _ = loader.kernels.add_rms_norm(None, hidden, norm, loader.spec.rms_eps)
+        return loader.kernels.lm_head(prepared, head, loader.spec.final_softcap).float()
+
+    return logits
+
+
+def hidden_states(checkpoint: Checkpoint, windows: Sequence[Sequence[int]]) -> torch.Tensor:
+    """f32 [windows, scored, hidden] before the last norm."""
+    return run_layers(LayerLoader(checkpoint), windows)[:, UNSCORED:].contiguous()
 
 
 def divergences(
     twin: Checkpoint, wanted: torch.Tensor, model: Checkpoint, found: torch.Tensor
 ) -> torch.Tensor:
     """KL(twin || model) of every scored token [windows, scored]; logits are made a few rows at a time."""
-    heads = []
-    for checkpoint, hidden in ((twin, wanted), (model, found)):
-        loader = LayerLoader(checkpoint)
-        norm = loader.output_norm()
-        head = loader.head()
-        heads.append((loader, norm, head, hidden.view(-1, hidden.shape[-1])))
+    heads = [
+        (output_head(LayerLoader(checkpoint)), hidden.view(-1, hidden.shape[-1]))
+        for checkpoint, hidden in ((twin, wanted), (model, found))
+    ]
     rows = []
-    for start in range(0, len(heads[0][3]), _HEAD_ROWS):
-        logs = []
-        for loader, norm, head, hidden in heads:
-            part = hidden[start : start + _HEAD_ROWS]
-            prepared, _ = loader.kernels.add_rms_norm(None, part, norm, loader.spec.rms_eps)
-            logits = loader.kernels.lm_head(prepared, head, loader.spec.final_softcap)
-            logs.append(logits.float().log_softmax(-1))
+    for start in range(0, len(heads[0][1]), _HEAD_ROWS):
+        part = slice(start, start + _HEAD_ROWS)
+        logs = [logits(hidden[part]).log_softmax(-1) for logits, hidden in heads]
         rows.append((logs[0].exp() * (logs[0] - logs[1])).sum(-1))
     return torch.cat(rows).view(wanted.shape[:2])
 

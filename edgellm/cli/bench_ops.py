@@ -142,8 +142,10 @@ def _on_the_card(repeat: int) -> Measure:
 
     from edgellm_kernels.linear_triton import run_with_sizes
     from edgellm_kernels.measure import milliseconds, random_weight
+    from edgellm_kernels.registry import keep_fused
     from edgellm_kernels.weights import PlaneWeight, prepare
 
+    keep_fused()
     device = torch.device("cuda")
     weights: list[Any] = [
         prepare(random_weight("Q4_0", 14336, 4096), device, hold="planes") for _ in range(5)

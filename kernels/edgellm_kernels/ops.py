@@ -215,6 +215,8 @@ def load_kernels(
     there is.
     """
     chosen = {op: choose(op, device, dtype, preferred) for op in OPS}
+    if torch.device(device).type == "cuda":
+        keep_fused()  # draws are Triton's there whatever computes the rest
     precision = _precision(chosen["linear"].backend, activations)
     functions = {op: implementation.load() for op, implementation in chosen.items()}
     for op in ("add_rms_norm", "paged_attention"):
@@ -274,6 +276,5 @@ def draw_rows(logits: torch.Tensor, tables: DrawTables) -> tuple[torch.Tensor, t
     if logits.device.type == "cuda" and not triton_missing():
         from edgellm_kernels import sampling_triton
 
-        keep_fused()
         return sampling_triton.draw(logits, tables)
     return sampling_torch.draw(logits, tables)

@@ -48,8 +48,6 @@ class Implementation:
     function: str
 
     def load(self) -> Callable[..., Any]:
-        if self.backend == "triton":
-            keep_fused()
         function: Callable[..., Any] = getattr(importlib.import_module(self.module), self.function)
         return function
 

@@ -165,7 +165,7 @@ def estimate_memory(
     shapes = ((q + 2 * kv, hidden), (hidden, q), (2 * ffn, hidden), (hidden, ffn))
     layer = 4 * sum(n * k for n, k in shapes)
     feedback = plan.method != "rtn" and tokens is not None
-    both = feedback and bool(plan.asymmetric_share)
+    streams = 2 if feedback and plan.asymmetric_share else 1
     rounding = 0
     for n, k in shapes:
         matrices = 0
@@ -175,13 +175,13 @@ def estimate_memory(
         rounding = max(rounding, matrices + 6 * n * k * 4)
     # While inputs are collected the layer is there as it was, as it is and as it was rounded so far.
     square = max(k for _, k in shapes) ** 2 * 4 if feedback else 0
-    collecting = (3 if both else 2) * layer + (2 if both else 1) * square
+    collecting = (streams + 1) * layer + streams * square
     if tokens is not None:
         collecting += rows * (2 * hidden + 2 * (q + 2 * kv) + 4 * ffn) * 4
     total = _PROGRAM_BYTES + max(collecting, layer + rounding)
     if tokens is not None:
         kept = ffn if keeps_activated(tokens, ffn) else 0
-        total += (2 if both else 1) * tokens * (hidden + max(q, kept)) * 4 + (256 << 20)
+        total += streams * tokens * (hidden + max(q, kept)) * 4 + (256 << 20)
     return total
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 
 from edgellm_kernels import registry
+from edgellm_kernels.ops import load_kernels
 from edgellm_kernels.registry import OPS, KernelUnavailableError, available, choose, explain, keep_fused
+from tests.support.oracles import require_oracle
 
 
 @pytest.fixture
@@ -62,3 +65,16 @@ def test_products_stay_fused_unless_the_user_says_otherwise() -> None:
         environ = dict(given)
         keep_fused(environ)
         assert environ == {"TRITON_DEFAULT_FP_FUSION": kept}
+
+
+@pytest.mark.parametrize("preferred", ["torch", "triton"])
+@pytest.mark.usefixtures("with_triton")
+def test_kernels_of_a_gpu_keep_products_fused(monkeypatch: pytest.MonkeyPatch, preferred: str) -> None:
+    """Whatever computes the rest: draws are Triton's there."""
+    require_oracle("triton")
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")  # so that what is set here goes with the test
+    monkeypatch.delenv("TRITON_DEFAULT_FP_FUSION")
+    load_kernels("cpu")
+    assert "TRITON_DEFAULT_FP_FUSION" not in os.environ
+    load_kernels("cuda", preferred=preferred)
+    assert os.environ["TRITON_DEFAULT_FP_FUSION"] == "1"
