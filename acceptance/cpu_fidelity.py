@@ -18,7 +18,8 @@ from acceptance.harness import ROOT, Figure
 from acceptance.llama_cpp_tools import VERSION, requantize, tool
 from edgellm.bench.natural_text import natural_text
 from edgellm.cache.kv_storage import BLOCK_SIZE, allocate_storage, kv_type
-from edgellm.runner.step_program import StepProgram, choose_program
+from edgellm.runner.choose_program import choose_program
+from edgellm.runner.step_program import StepProgram
 from edgellm_models.checkpoint import open_checkpoint
 from edgellm_models.network.build import build_decoder
 from edgellm_models.tokenizer import load_tokenizer

@@ -219,7 +219,8 @@ def rows_batch(groups: int, rows: int, position: int, block_size: int) -> Forwar
 
 def compare_rows(name: str, case: RowsCase, threads: int, pairs: int, processor_time: bool) -> Figure:
     from edgellm.cache.kv_storage import BLOCK_SIZE, allocate_storage, kv_type
-    from edgellm.runner.step_program import StepProgram, choose_program
+    from edgellm.runner.choose_program import choose_program
+    from edgellm.runner.step_program import StepProgram
     from edgellm_models.checkpoint import open_checkpoint
     from edgellm_models.network.build import build_decoder
 
@@ -257,7 +258,8 @@ def compare_rows(name: str, case: RowsCase, threads: int, pairs: int, processor_
 def compare_grid(name: str, case: GridCase, threads: int, pairs: int, folder: Path) -> Figure:
     """By the step program's own times, minima of alternating steps; the head, dense there, apart."""
     from edgellm.cache.kv_storage import BLOCK_SIZE, allocate_storage, kv_type
-    from edgellm.runner.step_program import StepProgram, choose_program
+    from edgellm.runner.choose_program import choose_program
+    from edgellm.runner.step_program import StepProgram
     from edgellm_models.checkpoint import open_checkpoint
     from edgellm_models.network.build import build_decoder
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from edgellm.cache.kv_storage import BLOCK_SIZE, allocate_storage, kv_type
-from edgellm.runner.step_program import StepProgram, choose_program
+from edgellm.runner.choose_program import choose_program
+from edgellm.runner.step_program import StepProgram
 from edgellm_kernels import native_threads
 from edgellm_kernels.batch import ForwardBatch, GroupTables, KVStorage
 from edgellm_models.checkpoint import open_checkpoint

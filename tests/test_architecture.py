@@ -380,5 +380,21 @@ def test_nobody_imports_the_command_line() -> None:
         assert not any(is_within(name, "edgellm.cli") for name in names), module
 
 
+def test_no_files_need_each_other() -> None:
+    """Imports within functions count: whoever reads one file of a circle has to read all of them."""
+    names = {module for module, _ in modules()}
+    needs: dict[str, set[str]] = {}
+    for module, path in modules():
+        found = {name if name in names else name.rpartition(".")[0] for name, _ in imports(path, module)}
+        needs[module] = (found & names) - {module}
+    while leaves := [module for module, others in needs.items() if not others & needs.keys()]:
+        for module in leaves:
+            del needs[module]
+    circle = [next(iter(needs), "")]
+    while needs and circle[-1] not in circle[:-1]:  # every file that is left leads to another
+        circle.append(min(needs[circle[-1]] & needs.keys()))
+    assert not needs, f"these need each other: {' -> '.join(circle)}"
+
+
 def test_there_is_no_conftest_at_the_root() -> None:
     assert not (ROOT / "conftest.py").exists()

@@ -264,7 +264,7 @@ def make_request(
     runtime: Runtime, number: int, values: Mapping[str, Any], settings: BatchSettings
 ) -> GenerationRequest:
     """The request of one line. BadInputError when a setting of its own is wrong."""
-    from edgellm.cli.complete import make_request as request_for
+    from edgellm.cli.completion_run import make_request as request_for
     from edgellm_models.errors import BadInputError
 
     own = {SAMPLING_KEYS[key]: value for key, value in values.items() if key in SAMPLING_KEYS}

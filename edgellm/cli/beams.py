@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from edgellm.cli.complete import Completion
+    from edgellm.cli.completion_run import Completion
     from edgellm.cli.runtime import Runtime
     from edgellm.contracts import GenerationRequest, SamplingParams
     from edgellm_models.errors import Notice

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from edgellm.cli.main import CONTEXT_SETTINGS, write_examples
+from edgellm.cli.command import CONTEXT_SETTINGS, write_examples
 
 SUBCOMMANDS = {
     "model": "edgellm.cli.bench_model",

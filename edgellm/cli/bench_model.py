@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgellm.cli.main import EdgeCommand
+from edgellm.cli.command import EdgeCommand
 from edgellm.cli.options import engine_options, json_option, model_argument, option, resolve_settings
 from edgellm.cli.output import Output, current_output, megabytes
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgellm.cli.main import EdgeCommand
+from edgellm.cli.command import EdgeCommand
 from edgellm.cli.options import json_option, option
 from edgellm.cli.output import current_output
 from edgellm_models.errors import OutputError, ResourceError, UsageError

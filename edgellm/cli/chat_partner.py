@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from edgellm_models.errors import EdgeLLMError, Notice
 
 if TYPE_CHECKING:
-    from edgellm.cli.chat import Opening
+    from edgellm.cli.opening import Opening
     from edgellm.cli.runtime import OnNotice, Runtime
     from edgellm.client.http_client import HttpClient
     from edgellm.contracts import ChatBackend, SamplingParams

@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
+from edgellm.cli.command import CONTEXT_SETTINGS, EdgeCommand
 from edgellm.cli.errors import one_line
-from edgellm.cli.main import CONTEXT_SETTINGS, EdgeCommand
 from edgellm.cli.options import engine_options, json_option, option, resolve_settings, sampling_options
 from edgellm.cli.output import current_output
 from edgellm.config import Problems

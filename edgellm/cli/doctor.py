@@ -13,7 +13,8 @@ from pathlib import Path
 
 import click
 
-from edgellm.cli.main import COMMANDS, EdgeCommand, version
+from edgellm.cli.command import EdgeCommand
+from edgellm.cli.main import COMMANDS, version
 from edgellm.cli.options import json_option
 from edgellm.cli.output import current_output, is_terminal, megabytes
 from edgellm_models.errors import EdgeLLMError

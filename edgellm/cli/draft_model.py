@@ -69,8 +69,8 @@ class LoadedDraft:
     def drafter(
         self, storage: Sequence[KVStorage], first_group: int, vocab_size: int, device: str
     ) -> DraftModel:
+        from edgellm.runner.choose_program import choose_program
         from edgellm.runner.draft_model import DraftModel
-        from edgellm.runner.step_program import choose_program
 
         program = choose_program(self.decoder, storage[first_group:])
         return DraftModel(program, range(first_group, len(storage)), vocab_size, device)

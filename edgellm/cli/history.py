@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgellm.cli.main import CONTEXT_SETTINGS, EdgeCommand, write_examples
+from edgellm.cli.command import CONTEXT_SETTINGS, EdgeCommand, write_examples
 from edgellm.cli.options import json_option, option
 from edgellm.cli.output import Output, counted, current_output, is_terminal
 from edgellm.cli.terminal_text import terminal_text

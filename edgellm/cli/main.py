@@ -14,13 +14,11 @@ from typing import Any
 import click
 
 from edgellm.cli.collector import OWNS_PROCESS
-from edgellm.cli.errors import Terminated, report, tell
-from edgellm.cli.options import EdgeOption
+from edgellm.cli.command import CONTEXT_SETTINGS, talk_options, write_examples
+from edgellm.cli.errors import Terminated, report
 from edgellm.cli.output import Output, current_output
 from edgellm.cli.standard_streams import EscapeWatch, occupy_streams
 from edgellm_models.errors import OutputError
-
-CONTEXT_SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
 @dataclass(frozen=True)
@@ -60,23 +58,6 @@ EXAMPLES = (
 )
 
 
-class EdgeCommand(click.Command):
-    """A command whose help begins with examples and that takes -q and -v behind its name too."""
-
-    def __init__(self, *args: Any, examples: Sequence[str] = (), **kwargs: Any) -> None:
-        kwargs.setdefault("context_settings", CONTEXT_SETTINGS)
-        super().__init__(*args, **kwargs)
-        self.examples = tuple(examples)
-        self.params += talk_options()
-
-    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        self.format_usage(ctx, formatter)
-        write_examples(formatter, self.examples)
-        self.format_help_text(ctx, formatter)
-        self.format_options(ctx, formatter)
-        self.format_epilog(ctx, formatter)
-
-
 class LazyGroup(click.Group):
     """Knows its commands by the table and imports a module only when its command is called."""
 
@@ -111,32 +92,6 @@ class LazyGroup(click.Group):
         click.Command.format_options(self, ctx, formatter)
 
 
-def write_examples(formatter: click.HelpFormatter, examples: Sequence[str]) -> None:
-    if examples:
-        with formatter.section("Examples"):
-            formatter.write("".join(f"  {example}\n" for example in examples))
-
-
-def talk_options() -> list[click.Parameter]:
-    """-q and -v, valid before and behind the command's name."""
-    return [
-        EdgeOption(
-            ["-q", "--quiet"],
-            is_flag=True,
-            expose_value=False,
-            callback=_set_quiet,
-            help="Say nothing but results and errors.",
-        ),
-        EdgeOption(
-            ["-v", "--verbose"],
-            count=True,
-            expose_value=False,
-            callback=_set_verbose,
-            help="Log to standard error; twice for more.",
-        ),
-    ]
-
-
 def version() -> str:
     """The installed version."""
     import edgellm
@@ -148,18 +103,6 @@ def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> N
     if value and not ctx.resilient_parsing:
         click.echo(f"edgellm {version()}")
         ctx.exit()
-
-
-def _set_quiet(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-    if value:
-        current_output().quiet = True
-
-
-def _set_verbose(ctx: click.Context, param: click.Parameter, value: int) -> None:
-    if value:
-        from edgellm.log import show_log
-
-        show_log(tell, everything=value > 1)
 
 
 @click.group(cls=LazyGroup, name="edgellm", context_settings=CONTEXT_SETTINGS, params=talk_options())
@@ -231,6 +174,6 @@ def _terminate(number: int, frame: object) -> None:
 
 def _complete() -> int:
     """Answers the completion scripts, which call the program with a variable of their own."""
-    from edgellm.cli.completion import answer
+    from edgellm.cli.shell_answers import answer
 
     return int(answer(cli))

@@ -32,9 +32,9 @@ from edgellm.contracts import (
 from edgellm_models.errors import EdgeLLMError, EngineError, Notice
 
 if TYPE_CHECKING:
-    from edgellm.cli.chat import Opening
     from edgellm.cli.chat_record import ChatRecord
     from edgellm.cli.chat_session import ChatSession
+    from edgellm.cli.opening import Opening
 
 LINE_PROMPT = "> "
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from edgellm.cli.main import EdgeCommand
+from edgellm.cli.command import EdgeCommand
 from edgellm.cli.options import json_option, model_argument, models_folder, resolve_settings, setting_options
 from edgellm.cli.output import current_output, megabytes
 from edgellm_models.errors import TransferError, UsageError

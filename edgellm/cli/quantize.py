@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgellm.cli.main import EdgeCommand
-from edgellm.cli.options import complete_models, json_option, option
+from edgellm.cli.command import EdgeCommand
+from edgellm.cli.edge_option import complete_models
+from edgellm.cli.options import json_option, option
 from edgellm.cli.output import Output, current_output, megabytes
 from edgellm_models.errors import NotFoundError, UsageError
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import click
 
-from edgellm.cli.main import CONTEXT_SETTINGS, cli
-from edgellm.cli.options import EdgeOption, SettingOption
+from edgellm.cli.command import CONTEXT_SETTINGS
+from edgellm.cli.edge_option import EdgeOption, SettingOption
+from edgellm.cli.main import cli
 from edgellm.config import settings_as_switches
 from edgellm.switches import SWITCHES, Switch, render_markdown
 

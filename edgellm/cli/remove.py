@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from edgellm.cli.main import EdgeCommand
+from edgellm.cli.command import EdgeCommand
 from edgellm.cli.options import json_option, model_argument, models_folder, option
 from edgellm.cli.output import current_output, is_terminal, megabytes
 from edgellm_models.errors import UsageError

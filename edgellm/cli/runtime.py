@@ -148,8 +148,9 @@ def load_runtime(
     from edgellm.engine.engine import MAX_RUNNING, PREFILL_CHUNK, Engine
     from edgellm.engine.stats import StatsRecorder
     from edgellm.locations import Locations
+    from edgellm.runner.choose_program import choose_program, kv_left_to_torch
     from edgellm.runner.model_runner import ModelRunner
-    from edgellm.runner.step_program import StepProgram, choose_program, kv_left_to_torch
+    from edgellm.runner.step_program import StepProgram
     from edgellm.speculative.speculator import make_speculator
     from edgellm_kernels.native_threads import num_threads, set_threads
     from edgellm_kernels.registry import explain

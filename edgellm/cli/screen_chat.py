@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from edgellm_models.errors import Notice
 
 if TYPE_CHECKING:
-    from edgellm.cli.chat import Opening
     from edgellm.cli.chat_session import ChatSession
+    from edgellm.cli.opening import Opening
     from edgellm.cli.runtime import OnNotice
     from edgellm.contracts import ChatBackend, SamplingParams
     from edgellm_tui.app import WayOut

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from edgellm.cli.command import EdgeCommand
 from edgellm.cli.errors import one_line
-from edgellm.cli.main import EdgeCommand
 from edgellm.cli.options import json_option, option
 from edgellm.cli.output import current_output
 

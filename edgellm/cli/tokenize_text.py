@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from edgellm.cli.main import EdgeCommand
+from edgellm.cli.command import EdgeCommand
 from edgellm.cli.options import check_text, json_option, model_argument, option
 from edgellm.cli.output import counted, current_output, is_terminal
 from edgellm.cli.piped_text import read_stdin

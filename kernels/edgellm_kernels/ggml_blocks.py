@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from edgellm_kernels.ggml_types import GGML_TYPES_BY_NAME
-from edgellm_kernels.weights import BlockLayout
+from edgellm_kernels.weight_forms import BlockLayout
 
 _CHUNK_ELEMENTS = 1 << 22
 """Weights decoded at a time: bounds the scratch memory (a few bytes per weight) whatever the tensor's

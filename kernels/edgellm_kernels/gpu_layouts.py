@@ -26,7 +26,7 @@ import torch
 
 from edgellm_kernels import ggml_blocks
 from edgellm_kernels.int_groups import codes_of, dequantize_groups
-from edgellm_kernels.weights import (
+from edgellm_kernels.weight_forms import (
     BlockLayout,
     BlockQuantWeight,
     DenseWeight,

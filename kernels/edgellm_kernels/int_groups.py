@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from edgellm_kernels.weights import (
+from edgellm_kernels.weight_forms import (
     BlockLayout,
     BlockQuantWeight,
     CodeLayout,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from edgellm_kernels.int_groups import codes_of
-from edgellm_kernels.weights import CodeLayout, IntWeight
+from edgellm_kernels.weight_forms import CodeLayout, IntWeight
 
 _HEADER_BYTES = 3
 """Of a unit: f16 scale, zero point."""

@@ -13,7 +13,7 @@ from edgellm_kernels.native_grids import GridType, column_order, grid_rows, grid
 from edgellm_kernels.native_library import load_library
 from edgellm_kernels.native_threads import pool
 from edgellm_kernels.packed_memory import PACKED_MEMORY
-from edgellm_kernels.weights import (
+from edgellm_kernels.weight_forms import (
     BlockQuantWeight,
     DenseWeight,
     HeldPart,

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from edgellm.runner.step_program import StepProgram, choose_program, kv_left_to_torch
+from edgellm.runner.choose_program import choose_program, kv_left_to_torch
+from edgellm.runner.step_program import StepProgram
 from edgellm_kernels.ops import largest
 from edgellm_models.checkpoint import open_checkpoint
 from edgellm_models.network.build import build_decoder

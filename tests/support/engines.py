@@ -22,11 +22,11 @@ from edgellm.contracts import (
     TokenEvent,
 )
 from edgellm.engine.engine import Engine
+from edgellm.runner.choose_program import choose_program
 from edgellm.runner.decode_graphs import DecodeGraphs, EagerReplay
 from edgellm.runner.draft_model import DraftModel
 from edgellm.runner.layer_drafts import LayerDrafts, RunnerDrafter
 from edgellm.runner.model_runner import ModelRunner
-from edgellm.runner.step_program import choose_program
 from edgellm.speculative.speculator import Speculator
 from edgellm_kernels.batch import KVStorage
 from edgellm_models.checkpoint import open_checkpoint

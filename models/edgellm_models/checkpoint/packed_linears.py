@@ -6,16 +6,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from edgellm_models.checkpoint.safetensors_header import SafeTensor
 from edgellm_models.errors import BadInputError
 from edgellm_models.metadata_values import metadata_int, shown
-
-if TYPE_CHECKING:
-    import torch
-
-    from edgellm_kernels.weights import Int4Weight, Int8Weight
 
 _SCALE_DTYPES = ("F16", "BF16", "F32")
 _MAX_GROUP = 1 << 20
@@ -57,12 +52,6 @@ class PackedLinear:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
-
-    def weight(self, view: Callable[[str], torch.Tensor], label: str) -> Int4Weight | Int8Weight:
-        """The weight; ``view`` gives a tensor of the file by its name. BadInputError names the values."""
-        from edgellm_models.checkpoint.packed_values import read_packed
-
-        return read_packed(self, view, f"{label}: {self.stem}")
 
 
 _SUFFIXES = {

@@ -32,7 +32,10 @@ _UNCLEAR_GPTQMODEL = (5, 6)
 def read_packed(
     linear: PackedLinear, view: Callable[[str], torch.Tensor], label: str
 ) -> Int4Weight | Int8Weight:
-    """See PackedLinear.weight."""
+    """The weight of a linear; ``view`` gives a tensor of the file by its name.
+
+    BadInputError, which begins with ``label``, names the values that no weight can have.
+    """
     import torch
 
     from edgellm_kernels.int_groups import int_weight

@@ -95,9 +95,11 @@ class FolderCheckpoint:
     def weight(self, name: str) -> DenseWeight | Int4Weight | Int8Weight:
         """A 2-D weight [N, K]: a view of the file, codes unpacked from it, or bf16 from F8 and its scales."""
         from edgellm_kernels.weights import DenseWeight
+        from edgellm_models.checkpoint.packed_values import read_packed
 
         if name in self._packed:
-            return self._packed[name].weight(self._view_packed, str(self.path))
+            linear = self._packed[name]
+            return read_packed(linear, self._view_packed, f"{self.path}: {linear.stem}")
         found = self._find(name)
         if len(found.tensor.shape) != 2:
             raise BadInputError(
