@@ -13,9 +13,13 @@ NOT_SCRIPTS = {
     "__main__",
     "engines",
     "harness",
+    "llama_cpp_server",
+    "llama_cpp_slots",
     "llama_cpp_tools",
+    "native_ops",
     "quality_text",
     "random_shapes",
+    "twin_loss",
 }
 
 

@@ -1,16 +1,21 @@
-"""Error and speed of the block encoders against ggml's own, per type, effort and kind of rows."""
+"""Error and speed of the block encoders against ggml's own, per type, effort and kind of rows.
+
+EDGELLM_CODEC_TYPES    names of block types, separated by commas (default: all)
+EDGELLM_CODEC_EFFORTS  fast,default,best
+EDGELLM_CODEC_PAIRS    runs of each side in turn (default: 7)
+"""
 
 from __future__ import annotations
 
-import argparse
 import math
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from acceptance.harness import Figure, record, version
+from acceptance.harness import Figure, version
 
 Array = np.ndarray[Any, Any]
 
@@ -77,31 +82,23 @@ def _seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--types", default=None, help="comma-separated; all without it")
-    parser.add_argument("--efforts", default="fast,default,best")
-    parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--no-record", action="store_true")
-    options = parser.parse_args()
-
+def run() -> Iterator[Figure]:
     from edgellm_kernels.native_library import load_library, why_missing
     from edgellm_quantize.block_grids import GRIDS
 
     if load_library() is None:
-        print(f"the native library is missing: {why_missing()}")
-        return 1
-    types = options.types.split(",") if options.types else list(GRIDS)
-    efforts = options.efforts.split(",")
+        raise SystemExit(f"the native library is missing: {why_missing()}")
+    types = os.environ.get("EDGELLM_CODEC_TYPES", ",".join(GRIDS)).split(",")
+    efforts = os.environ.get("EDGELLM_CODEC_EFFORTS", "fast,default,best").split(",")
+    pairs = int(os.environ.get("EDGELLM_CODEC_PAIRS", "7"))
     rows = make_rows()
     importance = np.exp(np.random.default_rng(8).standard_normal(WIDTH)).astype(np.float32)
-    figures = []
     print("type   rows  error    " + "".join(f"{effort:>32}" for effort in efforts))
     for name in types:
         cells: dict[str, list[tuple[float, float, float]]] = {effort: [] for effort in efforts}
         for kind, values in rows.items():
             for label, weights in (("plain", None), ("weighted", importance)):
-                found = measure(name, values, weights, efforts, options.pairs)
+                found = measure(name, values, weights, efforts, pairs)
                 line = f"{name:6} {kind:5} {label:8}"
                 for effort in efforts:
                     loss, speed, rate = found[effort]
@@ -113,21 +110,12 @@ def main() -> int:
             worst_speed = min(cell[1] for cell in cells[effort])
             limit = LOSS_AT_MOST.get(name, 1.0) if effort != "fast" else 1.0
             need = SPEED_AT_LEAST.get(effort, 0.0)
-            figures.append(
-                Figure(
-                    name=f"{name} {effort}",
-                    value=worst_loss,
-                    unit="of ggml's RMSE (worst of six)",
-                    promise=f"at most {limit}, at {need} of its speed or better",
-                    met=worst_loss <= limit and worst_speed >= need,
-                    peer=f"libgguf {version('libgguf')}, speed {worst_speed:.2f} times (slowest of six)",
-                    detail={"cells": cells[effort]},
-                )
+            yield Figure(
+                name=f"{name} {effort}",
+                value=worst_loss,
+                unit="of ggml's RMSE (worst of six)",
+                promise=f"at most {limit}, at {need} of its speed or better",
+                met=worst_loss <= limit and worst_speed >= need,
+                peer=f"libgguf {version('libgguf')}, speed {worst_speed:.2f} times (slowest of six)",
+                detail={"cells": cells[effort]},
             )
-    if options.no_record:
-        return 0 if all(figure.met for figure in figures) else 1
-    return 0 if record("codec_quality", figures) else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

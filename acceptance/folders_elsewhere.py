@@ -1,13 +1,14 @@
 """Our GPTQ, AWQ and compressed-tensors folders in transformers: its logits beside those of our f32 model.
 
 GPTQModel is no dependency: install it in an environment of its own (``pip install gptqmodel optimum
-accelerate compressed-tensors``). The folders are those of quantize_quality, where they were made, else made
-without calibration.
+accelerate compressed-tensors``). Folders are made without calibration, and those of quantize_quality, where
+they were made, are calibrated. transformers computes in the type that a folder declares; what that type alone
+costs is beside each figure: the same weights, decoded into a dense folder, in transformers in that type.
 
 EDGELLM_GPTQMODEL_PYTHON  the Python of that environment; without it nothing is measured
 EDGELLM_QUALITY_FOLDER    where twins and outputs are kept, see quantize_quality
 EDGELLM_QUALITY_MODELS    smollm2-135m,gemma3-270m (default: both)
-EDGELLM_QUALITY_CASES     of CASES, separated by commas (default: all)
+EDGELLM_FOLDER_OUTPUTS    of OUTPUTS, separated by commas (default: all)
 """
 
 from __future__ import annotations
@@ -32,16 +33,20 @@ from acceptance.twin_loss import encoder, output_head, run_layers
 from edgellm.bench.natural_text import natural_text
 from edgellm_models.checkpoint import open_checkpoint
 from edgellm_models.network.build import LayerLoader
+from edgellm_quantize.api import quantize_model
+from edgellm_quantize.recipe import CalibrationSpec, QuantizeJob, QuantizeRecipe
 from tests.support.real_models import REAL_MODELS
 
-CASES = {
-    "gptq 4": "GPTQ 4 bits",
-    "gptq 3": "GPTQ 3 bits",
-    "awq": "AWQ 4 bits",
-    "gptq 8": "GPTQ 8 bits",
-    "compressed-tensors": "compressed-tensors 4 bits",
+OUTPUTS = {
+    "GPTQ 4 bits": "gptq 4",
+    "GPTQ 3 bits": "gptq 3",
+    "AWQ 4 bits": "awq",
+    "GPTQ 8 bits": None,
+    "GPTQ 4 bits with zero points": None,
+    "GPTQ 2 bits": None,
+    "compressed-tensors 4 bits": None,
 }
-"""Case, of quantize_quality where it is there, and output of output_formats."""
+"""Output of output_formats, and the case of quantize_quality that is the same with a calibration."""
 MOST = 0.05
 _SEQUENCES, _LENGTH = 2, 64
 
@@ -66,6 +71,24 @@ def their_logits(folder: Path, sequences: Sequence[Sequence[int]]) -> tuple[torc
         return torch.from_numpy(np.load(out)), json.loads(done.stdout.strip().splitlines()[-1])
 
 
+def dense_error(folder: Path, mine: torch.Tensor, sequences: Sequence[Sequence[int]], dtype: str) -> float:
+    """Of the folder's weights without their packing, in transformers in the same type."""
+    with tempfile.TemporaryDirectory(dir=folder.parent) as place:
+        out = Path(place) / "dense"
+        recipe = QuantizeRecipe(format="hf", dtype="bf16" if "bfloat16" in dtype else "f16")
+        quantize_model(QuantizeJob(folder, out, recipe, CalibrationSpec()))
+        theirs, ran = their_logits(out, sequences)
+    assert ran["dtype"] == dtype, ran
+    return float((theirs - mine).norm() / mine.norm())
+
+
+def folders(bench: Bench, output: str, case: str | None) -> Iterator[tuple[str, Path]]:
+    """How they were made, and where they are."""
+    yield "without calibration", made(bench, output)[0]
+    if case is not None and bench.out(case).exists():
+        yield "calibrated", bench.out(case)
+
+
 def run() -> Iterator[Figure]:
     if PYTHON not in os.environ:
         print(f"left out: {PYTHON} does not say how to run transformers with GPTQModel", flush=True)
@@ -76,12 +99,14 @@ def run() -> Iterator[Figure]:
         with closing(open_checkpoint(bench.twin)) as twin:
             ids = encoder(twin)(natural_text("prose"))
         sequences = [ids[i * _LENGTH : (i + 1) * _LENGTH] for i in range(_SEQUENCES)]
-        chosen = os.environ.get("EDGELLM_QUALITY_CASES", ",".join(CASES)).split(",")
-        for case, output in ((case, CASES[case]) for case in chosen):
-            folder = bench.out(case) if bench.out(case).exists() else made(bench, output)[0]
-            mine = our_logits(folder, sequences)
-            theirs, ran = their_logits(folder, sequences)
-            error = float((theirs - mine).norm() / mine.norm())
-            peer = ", ".join(f"{package} {version}" for package, version in ran["versions"].items())
-            name = f"{model}: {output}, logits in transformers over those of our f32 model"
-            yield Figure(name, error, "relative", f"at most {MOST}", error <= MOST, peer, ran)
+        for output in os.environ.get("EDGELLM_FOLDER_OUTPUTS", ",".join(OUTPUTS)).split(","):
+            for how, folder in folders(bench, output, OUTPUTS[output]):
+                mine = our_logits(folder, sequences)
+                theirs, ran = their_logits(folder, sequences)
+                error = float((theirs - mine).norm() / mine.norm())
+                dense = dense_error(folder, mine, sequences, ran["dtype"])
+                peer = ", ".join(f"{package} {version}" for package, version in ran["versions"].items())
+                name = f"{model}: {output} {how}, logits in transformers over those of our f32 model"
+                unit = f"relative, {ran['dtype'].removeprefix('torch.')}; {dense:.4f} dense"
+                detail = ran | {"dense in that type": dense}
+                yield Figure(name, error, unit, f"at most {MOST}", error <= MOST, peer, detail)

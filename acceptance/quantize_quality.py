@@ -116,10 +116,11 @@ Made = tuple[Callable[[], Checkpoint], dict[str, Any]]
 """What opens the model that came out, and what there is to say of it."""
 
 
-def ours(**options: Any) -> Callable[[Bench, str], Made]:
+def ours(**settings: Any) -> Callable[[Bench, str], Made]:
     """A file or folder by the front door of the toolkit."""
 
     def make(bench: Bench, case: str) -> Made:
+        options = dict(settings)  # each model's own
         out = bench.out(case)
         spec = bench.calibration()
         generate = None
