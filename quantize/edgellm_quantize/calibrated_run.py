@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgellm_models.errors import Notice, UsageError
+from edgellm_quantize.provenance import calibration_name
 from edgellm_quantize.recipe import LayerOutcome, QuantizeJob, QuantizeProgress, QuantizeRecipe
 
 if TYPE_CHECKING:
@@ -184,11 +185,6 @@ def importance_of_run(run: CalibratedRun, source: str) -> ImportanceMatrix:
     }
     lengths = [len(sequence) for sequence in run.calibration.sequences]
     return ImportanceMatrix(entries, (source,), len(lengths), max(lengths))
-
-
-def calibration_name(job: QuantizeJob) -> str:
-    """What the output calls the calibration text."""
-    return job.calibration.path.name if job.calibration.path is not None else job.calibration.source
 
 
 def refuse_without_calibration(job: QuantizeJob, calibrated: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,6 @@ from edgellm_models.errors import BadInputError, Notice, UsageError
 from edgellm_quantize.calibrated_run import (
     CORE_SHARE,
     CalibratedRun,
-    calibration_name,
     core_estimate,
     refuse_without_calibration,
     run_calibrated,
@@ -22,7 +21,6 @@ from edgellm_quantize.estimates import check_memory
 from edgellm_quantize.hf_folder import (
     FolderPlan,
     check_linears,
-    check_place,
     copy_side_files,
     f16_notice,
     plan_folder,
@@ -31,8 +29,10 @@ from edgellm_quantize.hf_folder import (
 )
 from edgellm_quantize.hf_tensors import HFTensors, is_block_linear
 from edgellm_quantize.layer_rounding import uniform_grids
+from edgellm_quantize.output_place import check_place
 from edgellm_quantize.packed_layouts import quantization_config, vllm_refusals
 from edgellm_quantize.process_memory import peak_memory
+from edgellm_quantize.provenance import recipe_record
 from edgellm_quantize.recipe import (
     LayerOutcome,
     QuantizedLinear,
@@ -221,32 +221,6 @@ def _small_files(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[Mapping[str, 
 
     config = config_from_gguf(checkpoint, spec)
     return config, lambda folder: write_tokenizer_files(checkpoint, folder)
-
-
-def recipe_record(
-    job: QuantizeJob, recipe: QuantizeRecipe, calibration_hash: str | None, tokens: int
-) -> dict[str, Any]:
-    """What is written into the output of how it was made. The same job gives the same record."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        tool = version("edgellm")
-    except PackageNotFoundError:
-        tool = "unknown"
-    calibration = None
-    if calibration_hash is not None:
-        calibration = {
-            "source": calibration_name(job),
-            "sha256": calibration_hash,
-            "tokens": tokens,
-            "seed": job.calibration.seed,
-        }
-    return {
-        "quantizer": [f"edgellm:{tool}"],
-        "recipe": asdict(recipe),
-        "calibration": calibration,
-        "source": job.source.name,
-    }
 
 
 def _byte_progress(job: QuantizeJob, total: int, begin: float) -> Callable[[int], None] | None:

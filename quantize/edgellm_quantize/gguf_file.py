@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ import numpy as np
 
 from edgellm_models.errors import EdgeLLMError, OutputError
 from edgellm_quantize.gguf_values import MetadataTable
+from edgellm_quantize.output_place import check_place, output_error, partial_of
 
 ALIGNMENT = 32
 """Bytes; GGUF's default for tensor data."""
@@ -51,15 +50,15 @@ def write_gguf_file(
     OutputError for a missing folder, a full disk and everything else that keeps the file from being written;
     then, and when interrupted, nothing is left behind and an older file of that name is untouched.
     """
-    _check_place(out, sum(_padded(tensor.nbytes) for tensor in tensors))
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    check_place(out, sum(_padded(tensor.nbytes) for tensor in tensors), replaces_file=True)
+    partial = partial_of(out)
     try:
         checksums = _write(partial, metadata, tensors)
         (check or _read_back)(partial, tensors, checksums)
         size = partial.stat().st_size
         os.replace(partial, out)
     except OSError as error:
-        raise _output_error(out, error) from error
+        raise output_error(out, error) from error
     finally:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
@@ -68,25 +67,6 @@ def write_gguf_file(
 
 def _padded(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def _check_place(out: Path, nbytes: int) -> None:
-    folder = out.parent
-    if not folder.is_dir():
-        raise OutputError(f"{out}: the folder {folder} does not exist: create it or choose another place")
-    if out.is_dir():
-        raise OutputError(f"{out}: this is a folder, a file name is needed")
-    free = shutil.disk_usage(folder).free
-    if nbytes > free:
-        raise OutputError(f"{out}: no space: {nbytes} bytes are needed, {free} are free in {folder}")
-
-
-def _output_error(out: Path, error: OSError) -> OutputError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return OutputError(f"{out}: no space left on the device while writing; nothing was kept")
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return OutputError(f"{out}: writing in {out.parent} is not permitted ({error.strerror})")
-    return OutputError(f"{out}: cannot be written: {error.strerror or error}")
 
 
 def _write(partial: Path, metadata: MetadataTable, tensors: Sequence[PlannedTensor]) -> list[int]:

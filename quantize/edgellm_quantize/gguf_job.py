@@ -16,7 +16,6 @@ from edgellm_models.errors import UsageError
 from edgellm_quantize.calibrated_run import (
     CORE_SHARE,
     CalibratedRun,
-    calibration_name,
     core_estimate,
     importance_of_run,
     read_calibration,
@@ -26,6 +25,7 @@ from edgellm_quantize.calibrated_run import (
     work_folder_of,
 )
 from edgellm_quantize.estimates import ENCODING_BYTES, PROGRAM_BYTES, check_memory, encoding_seconds
+from edgellm_quantize.provenance import calibration_name, recipe_record
 from edgellm_quantize.recipe import (
     GGUF_DENSE_TYPES,
     QuantizeJob,
@@ -103,7 +103,6 @@ def _from_weights(job: QuantizeJob, model: GGUFSource, importance: ImportanceMat
 def _with_core(job: QuantizeJob, model: GGUFSource) -> QuantizeReport:
     """The mixture's types, with codes that error feedback chose (method rtn: with measured importance)."""
     from edgellm_models.network import read_spec
-    from edgellm_quantize.folder_job import recipe_record
     from edgellm_quantize.quantized_gguf import QuantizedPlan, write_planned_gguf
 
     started = time.perf_counter()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import shutil
@@ -17,6 +16,7 @@ import numpy as np
 
 from edgellm_models.errors import BadInputError, EdgeLLMError, Notice, OutputError
 from edgellm_quantize.hf_tensors import HFTensors, is_block_linear
+from edgellm_quantize.output_place import check_place, output_error, partial_of
 from edgellm_quantize.packed_layouts import check_shape, pack_linear, packed_shapes, quantization_config
 from edgellm_quantize.recipe import LayerOutcome, QuantizedLinear, QuantizeRecipe, TensorReport
 from edgellm_quantize.safetensors_file import SHARD_BYTES, PlannedItem, tensor_bytes, write_shards
@@ -193,7 +193,7 @@ def write_folder(
     """
     nbytes = sum(item.nbytes for item in plan.items)
     check_place(out, nbytes)
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    temporary = partial_of(out)
     try:
         temporary.mkdir()
         total = write_shards(
@@ -231,26 +231,6 @@ def copy_side_files(source: Path, folder: Path) -> None:
     for name in _SIDE_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-
-
-def check_place(out: Path, nbytes: int) -> None:
-    """OutputError where a new file or folder of this size cannot be put."""
-    if out.exists() or out.is_symlink():
-        raise OutputError(f"{out}: this exists already: choose another name or remove it first")
-    if not out.parent.is_dir():
-        raise OutputError(f"{out}: the folder {out.parent} does not exist: create it or choose another place")
-    free = shutil.disk_usage(out.parent).free
-    if nbytes > free:
-        raise OutputError(f"{out}: no space: {nbytes:,} bytes are needed, {free:,} are free in {out.parent}")
-
-
-def output_error(out: Path, error: OSError) -> OutputError:
-    """One line for a failed write."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return OutputError(f"{out}: no space left on the device while writing; nothing was kept")
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return OutputError(f"{out}: writing in {out.parent} is not permitted ({error.strerror})")
-    return OutputError(f"{out}: cannot be written: {error.strerror or error}")
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -300,10 +280,8 @@ def report_of(plan: FolderPlan, finished: Mapping[str, LayerOutcome]) -> tuple[T
 __all__ = [
     "FolderPlan",
     "check_linears",
-    "check_place",
     "copy_side_files",
     "f16_notice",
-    "output_error",
     "plan_folder",
     "report_of",
     "tensor_bytes",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import math
 import time
@@ -23,6 +22,7 @@ from edgellm_quantize.imatrix_file import ImportanceMatrix
 from edgellm_quantize.kquant_codec import encode_rows
 from edgellm_quantize.kquant_mix import FILE_TYPE_IDS, Mixture, choose_types, is_quantized
 from edgellm_quantize.process_memory import peak_memory
+from edgellm_quantize.provenance import tool_version
 from edgellm_quantize.recipe import QuantizeProgress, QuantizeReport, TensorReport
 
 Array = np.ndarray[Any, Any]
@@ -293,14 +293,6 @@ def _metadata(model: GGUFSource, plan: QuantizedPlan) -> MetadataTable:
         own["quantize.imatrix.entries_count"] = u32(len(plan.importance.entries))
         own["quantize.imatrix.chunks_count"] = u32(plan.importance.chunk_count)
     return table | own
-
-
-def tool_version() -> str:
-    """Version of edgellm as it is installed."""
-    try:
-        return importlib.metadata.version("edgellm")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def _report(

@@ -122,10 +122,6 @@ class WorkFolder:
 
         return load_file(self._state_path(self.num_done))
 
-    def remove(self) -> None:
-        """Take the folder away with all that lies in it: the output is written."""
-        shutil.rmtree(self.path, ignore_errors=True)
-
     def _write(self, path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
         from safetensors import SafetensorError
         from safetensors.torch import save_file

@@ -274,8 +274,8 @@ def test_too_little_space_is_seen_before_writing(tmp_path: Path, monkeypatch: py
     """E16: needed and free bytes are named."""
     folder = make_tiny("llama", tmp_path / "m")
     usage = shutil.disk_usage(tmp_path)._replace(free=1 << 16)
-    monkeypatch.setattr(gguf_file.shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(OutputError, match=r"no space.*65536 are free"):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(OutputError, match=r"no space.*65,536 are free"):
         write_dense_gguf(folder, tmp_path / "m.gguf", "f32")
     assert os.listdir(tmp_path) == ["m"]
 
