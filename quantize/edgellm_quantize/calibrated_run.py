@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgellm_models.errors import Notice, UsageError
+from edgellm_quantize.job_place import work_folder_of
 from edgellm_quantize.provenance import calibration_name
 from edgellm_quantize.recipe import LayerOutcome, QuantizeJob, QuantizeProgress, QuantizeRecipe
 
@@ -126,11 +127,6 @@ def core_plan(recipe: QuantizeRecipe, grids: Mapping[str, Grid], method: str) ->
         _ASYMMETRIC_SHARE if preset.asymmetric_calibration else 0.0,
         preset.awq_ratios,
     )
-
-
-def work_folder_of(job: QuantizeJob) -> Path:
-    """Where finished layers lie."""
-    return job.work_dir or job.out.with_name(f"{job.out.name}.work")
 
 
 def save_importance(job: QuantizeJob, run: CalibratedRun, checkpoint: Checkpoint) -> None:

@@ -20,7 +20,6 @@ from edgellm_quantize.calibrated_run import (
 from edgellm_quantize.estimates import check_memory
 from edgellm_quantize.hf_folder import (
     FolderPlan,
-    check_linears,
     copy_side_files,
     f16_notice,
     plan_folder,
@@ -28,8 +27,8 @@ from edgellm_quantize.hf_folder import (
     write_folder,
 )
 from edgellm_quantize.hf_tensors import HFTensors, is_block_linear
+from edgellm_quantize.job_place import check_places
 from edgellm_quantize.layer_rounding import uniform_grids
-from edgellm_quantize.output_place import check_place
 from edgellm_quantize.packed_layouts import quantization_config, vllm_refusals
 from edgellm_quantize.process_memory import peak_memory
 from edgellm_quantize.provenance import recipe_record
@@ -129,10 +128,10 @@ def run_folder_job(job: QuantizeJob, checkpoint: Checkpoint, spec: ModelSpec) ->
     finished: dict[str, LayerOutcome] = {}
     refuse_without_calibration(job, calibrated)
     run: CalibratedRun | None = None
+    if not job.dry_run:
+        _check_places(job, recipe, tensors)
     if recipe.format != "hf":
         if calibrated and not job.dry_run:
-            check_place(job.out, 0)
-            check_linears(recipe, tensors)
             rounding, tensors, run = _calibrated(job, recipe, checkpoint, spec)
             notices += [*run.core.notices, *run.calibration.notices]
         else:
@@ -152,7 +151,6 @@ def run_folder_job(job: QuantizeJob, checkpoint: Checkpoint, spec: ModelSpec) ->
             seconds, memory, more = core_estimate(job, recipe, checkpoint, spec, grids, recipe.method)
             notices += more
         return _report(job, recipe, plan, rounding, {}, estimated, seconds, memory, notices)
-    check_place(job.out, estimated)
     total = write_folder(
         job.out,
         recipe,
@@ -171,6 +169,16 @@ def run_folder_job(job: QuantizeJob, checkpoint: Checkpoint, spec: ModelSpec) ->
         job.on_progress(QuantizeProgress("checking", 1.0))
     seconds = time.perf_counter() - started
     return _report(job, recipe, plan, rounding, finished, total, seconds, peak_memory(), notices)
+
+
+def _check_places(job: QuantizeJob, recipe: QuantizeRecipe, tensors: HFTensors) -> None:
+    """Errors as job_place.check_places; BadInputError names a linear that does not fit the recipe."""
+    plan = plan_folder(recipe, tensors, _no_rounding, {})
+    layers = 0
+    for rows, columns in plan.linears.values():
+        # Unpacked: a byte for each code, and for each group an f32 scale and a zero.
+        layers += rows * columns + 5 * rows * (columns // _grid(recipe).span(columns))
+    check_places(job, sum(item.nbytes for item in plan.items), layers, tensors.spec.hidden_size)
 
 
 def _no_rounding(name: str) -> LayerOutcome:

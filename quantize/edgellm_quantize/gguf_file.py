@@ -14,7 +14,7 @@ import numpy as np
 
 from edgellm_models.errors import EdgeLLMError, OutputError
 from edgellm_quantize.gguf_values import MetadataTable
-from edgellm_quantize.output_place import check_place, output_error, partial_of
+from edgellm_quantize.output_place import check_place, output_error, partial_of, remove_stale_partials
 
 ALIGNMENT = 32
 """Bytes; GGUF's default for tensor data."""
@@ -50,6 +50,7 @@ def write_gguf_file(
     OutputError for a missing folder, a full disk and everything else that keeps the file from being written;
     then, and when interrupted, nothing is left behind and an older file of that name is untouched.
     """
+    remove_stale_partials(out)
     check_place(out, sum(_padded(tensor.nbytes) for tensor in tensors), replaces_file=True)
     partial = partial_of(out)
     try:

@@ -22,9 +22,10 @@ from edgellm_quantize.calibrated_run import (
     refuse_without_calibration,
     run_calibrated,
     save_importance,
-    work_folder_of,
 )
 from edgellm_quantize.estimates import ENCODING_BYTES, PROGRAM_BYTES, check_memory, encoding_seconds
+from edgellm_quantize.hf_tensors import is_block_linear
+from edgellm_quantize.job_place import check_places, work_folder_of
 from edgellm_quantize.provenance import calibration_name, recipe_record
 from edgellm_quantize.recipe import (
     GGUF_DENSE_TYPES,
@@ -76,6 +77,8 @@ def _from_weights(job: QuantizeJob, model: GGUFSource, importance: ImportanceMat
     from edgellm_quantize.quantized_gguf import QuantizedPlan, plain_recipe, write_planned_gguf
 
     recipe = job.recipe
+    if not job.dry_run:
+        check_places(job, _planned_bytes(job, model)[0])
     needed = ENCODING_BYTES + PROGRAM_BYTES
     check_memory(needed, job.max_memory, "encoding a few rows at a time")
     tell = _phase(job, "reading", 0.0, _CHOOSING_SHARE)
@@ -109,6 +112,8 @@ def _with_core(job: QuantizeJob, model: GGUFSource) -> QuantizeReport:
     recipe = replace(job.recipe, method="rtn" if job.recipe.method == "rtn" else "gptq")
     checkpoint = model.checkpoint
     spec = read_spec(checkpoint.file_format, checkpoint.metadata, checkpoint.tensors())
+    if not job.dry_run:
+        check_places(job, *_planned_bytes(job, model), spec.hidden_size)
     calibration = None if job.dry_run else read_calibration(job, checkpoint, spec)
     mixture = _mixture(job, model, None, calibration, _phase(job, "calibrating", 0.0, 1.0))
     grids = _grids(model, mixture, recipe.effort)
@@ -163,18 +168,11 @@ def _mixture(
     tell: Callable[[float], None],
 ) -> Mixture:
     """The types of all tensors: the mixture's, or what the target of bits per weight allows."""
-    from edgellm_quantize.kquant_mix import choose_types
     from edgellm_quantize.target_size import choose_for_size, read_types, write_types
 
     recipe = job.recipe
     shapes = {tensor.name: tensor.shape for tensor in model.tensors}
-    mixture = choose_types(
-        recipe.type,
-        shapes,
-        model.shape,
-        has_imatrix=importance is not None or job.calibration.source != "none",
-        overrides=recipe.tensor_types,
-    )
+    mixture = _named_mixture(job, model)
     if recipe.target_bpw is None:
         model.notices.extend(mixture.notices())
         return mixture
@@ -199,6 +197,29 @@ def _types_file(job: QuantizeJob) -> Path:
     """Where the types that were chosen lie, so that a resumed job takes the same."""
     folder = work_folder_of(job)
     return folder.with_name(f"{folder.name}.types.json")
+
+
+def _named_mixture(job: QuantizeJob, model: GGUFSource) -> Mixture:
+    """The types of the recipe's type and of its exceptions."""
+    from edgellm_quantize.kquant_mix import choose_types
+
+    return choose_types(
+        job.recipe.type,
+        {tensor.name: tensor.shape for tensor in model.tensors},
+        model.shape,
+        has_imatrix=job.imatrix is not None or job.calibration.source != "none",
+        overrides=job.recipe.tensor_types,
+    )
+
+
+def _planned_bytes(job: QuantizeJob, model: GGUFSource) -> tuple[int, int]:
+    """Bytes of the file's tensors and of the blocks' linears among them; with a target, at most."""
+    if job.recipe.target_bpw is not None:
+        most = math.floor(job.recipe.target_bpw * model.num_weights / 8)
+        return most, most
+    types = _named_mixture(job, model).tensors
+    sizes = {tensor.name: nbytes(tensor.shape, types[tensor.name]) for tensor in model.tensors}
+    return sum(sizes.values()), sum(size for name, size in sizes.items() if is_block_linear(name))
 
 
 def _named(job: QuantizeJob, report: QuantizeReport) -> QuantizeReport:
@@ -238,7 +259,6 @@ def _phase(job: QuantizeJob, phase: str, begin: float, end: float) -> Callable[[
 def _grids(model: GGUFSource, mixture: Mixture, effort: str) -> Mapping[str, Grid]:
     """The block type of every linear that gets one; those that the source holds so already are copied."""
     from edgellm_quantize.grids import BlockTypeGrid
-    from edgellm_quantize.hf_tensors import is_block_linear
 
     grids: dict[str, Grid] = {}
     for tensor in model.tensors:

@@ -16,7 +16,7 @@ import numpy as np
 
 from edgellm_models.errors import BadInputError, EdgeLLMError, Notice, OutputError
 from edgellm_quantize.hf_tensors import HFTensors, is_block_linear
-from edgellm_quantize.output_place import check_place, output_error, partial_of
+from edgellm_quantize.output_place import check_place, output_error, partial_of, remove_stale_partials
 from edgellm_quantize.packed_layouts import check_shape, pack_linear, packed_shapes, quantization_config
 from edgellm_quantize.recipe import LayerOutcome, QuantizedLinear, QuantizeRecipe, TensorReport
 from edgellm_quantize.safetensors_file import SHARD_BYTES, PlannedItem, tensor_bytes, write_shards
@@ -115,13 +115,6 @@ def plan_folder(
     return FolderPlan(tuple(items), tuple(reports), linears, torch_dtype(recipe, tensors, dtype))
 
 
-def check_linears(recipe: QuantizeRecipe, tensors: HFTensors) -> None:
-    """BadInputError names the first linear that does not fit, before any work is done."""
-    for canonical, info in tensors.infos.items():
-        if is_block_linear(canonical):
-            check_shape(recipe, (info.shape[0], info.shape[1]), tensors.name(canonical))
-
-
 def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Vectors that a file stores with more dimensions."""
     wide = tuple(extent for extent in shape if extent != 1)
@@ -192,6 +185,7 @@ def write_folder(
     and when interrupted, nothing is left behind.
     """
     nbytes = sum(item.nbytes for item in plan.items)
+    remove_stale_partials(out)
     check_place(out, nbytes)
     temporary = partial_of(out)
     try:
@@ -279,7 +273,6 @@ def report_of(plan: FolderPlan, finished: Mapping[str, LayerOutcome]) -> tuple[T
 
 __all__ = [
     "FolderPlan",
-    "check_linears",
     "copy_side_files",
     "f16_notice",
     "plan_folder",

@@ -1,9 +1,11 @@
-"""Where outputs go: whether one can be put there, its name while it is written."""
+"""Where outputs go: whether one can be put there, its name while it is written, what dead processes left."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +16,38 @@ from edgellm_models.errors import OutputError
 def partial_of(out: Path) -> Path:
     """The name beside ``out`` under which this process writes until all is there and read back."""
     return out.with_name(f".{out.name}.{os.getpid()}.partial")
+
+
+def remove_stale_partials(out: Path) -> None:
+    """Remove what processes that were killed left of ``out``. A process that runs keeps its own.
+
+    One with the number of this process is stale too: in a container every run may have the same number.
+    """
+    name = re.compile(rf"\.{re.escape(out.name)}\.([1-9]\d{{0,9}})\.partial")
+    with contextlib.suppress(OSError):  # a folder that is missing or closed is told of by check_place
+        for path in list(out.parent.iterdir()):
+            match = name.fullmatch(path.name)
+            if match is None or _runs(int(match[1])):
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def _runs(pid: int) -> bool:
+    """Whether another process of this number is there."""
+    if pid == os.getpid():
+        return False
+    if os.name == "nt":  # there, signal 0 is no question
+        return True
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def check_place(out: Path, nbytes: int, *, replaces_file: bool = False) -> None:

@@ -7,7 +7,8 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,100 @@ if TYPE_CHECKING:
     import torch
 
 _MANIFEST = "manifest.json"
+_KEPT = "kept-{}.json"
+_MOST_KEPT_BYTES = 1 << 30
 _VERSION = 1
+
+
+def check_work_folder(path: Path, *, resume: bool) -> None:
+    """Refuse early what ``WorkFolder`` refuses: OutputError where ``path`` is no folder, BadInputError where
+    it holds anything else than a job's work, or nothing to resume."""
+    if path.exists() and not path.is_dir():
+        raise OutputError(f"{path}: this is no folder: name another place for unfinished work")
+    if (path / _MANIFEST).is_file():
+        return
+    names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+    kept = {name for name in names if fnmatch(name, _KEPT.format("*"))}
+    if resume and not kept:
+        raise BadInputError(f"{path}: there is no work to resume: leave out the resume option")
+    begun = (f".{_MANIFEST}.partial", f".{_KEPT.format('*')}.partial")
+    others = {name for name in names - kept if not any(fnmatch(name, pattern) for pattern in begun)}
+    if others and not resume:
+        raise BadInputError(f"{path}: the work folder holds other files: name an empty or a new one")
+
+
+def kept_path(path: Path, name: str) -> Path:
+    """Where ``keep`` puts what it is given."""
+    return path / _KEPT.format(name)
+
+
+def keep(path: Path, name: str, depends: Mapping[str, Any], value: Mapping[str, Any]) -> None:
+    """Keep in the work folder ``path`` what a job found out before its first layer.
+
+    ``depends`` are plain values that say what it follows from. OutputError.
+    """
+    target = kept_path(path, name)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        _write_json(target, {"depends": depends, "value": value})
+    except OSError as error:
+        raise _output_error(path, error) from error
+
+
+def read_kept(path: Path, name: str, depends: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What ``keep`` was given; None where nothing is kept.
+
+    BadInputError where it follows from other values, or is damaged.
+    """
+    target = kept_path(path, name)
+    if not target.is_file():
+        return None
+    try:
+        found = read_json_object(target, _MOST_KEPT_BYTES)
+    except BadInputError as error:
+        raise damaged(target) from error
+    refuse_another_job(path, found.get("depends"), json.loads(json.dumps(depends)))
+    value = found.get("value")
+    if not isinstance(value, dict):
+        raise damaged(target)
+    return value
+
+
+def forget(path: Path, name: str) -> None:
+    """What was kept is of no use; the folder goes with it where it holds nothing else."""
+    with contextlib.suppress(OSError):
+        kept_path(path, name).unlink(missing_ok=True)
+        path.rmdir()
+
+
+def damaged(path: Path) -> BadInputError:
+    """Of a file in a work folder that does not hold what it should."""
+    return BadInputError(f"{path}: this file of unfinished work is damaged: begin anew without --resume")
+
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Whatever goes wrong with the content of ``path`` inside is BadInputError that names it."""
+    from safetensors import SafetensorError
+
+    try:
+        yield path
+    except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
+        if isinstance(error, BadInputError):
+            raise
+        raise damaged(path) from error
+
+
+def refuse_another_job(path: Path, theirs: Any, ours: Mapping[str, Any]) -> None:
+    """BadInputError where what lies in the folder ``path`` follows from other values: says which."""
+    if theirs == ours:
+        return
+    given = theirs if isinstance(theirs, dict) else {}
+    differing = sorted(key for key in {*ours, *given} if given.get(key) != ours.get(key))
+    raise BadInputError(
+        f"{path}: the work that lies there is of another job (differing: "
+        f"{', '.join(differing)}): give the same options, or begin anew without resuming"
+    )
 
 
 class WorkFolder:
@@ -43,11 +137,10 @@ class WorkFolder:
         self.fingerprint = json.loads(json.dumps(fingerprint, sort_keys=True))
         self.num_done = 0
         manifest = path / _MANIFEST
-        if resume:
+        check_work_folder(path, resume=resume)
+        if resume and manifest.is_file():
             self._resume(manifest)
         else:
-            if path.is_dir() and any(path.iterdir()) and not manifest.is_file():
-                raise BadInputError(f"{path}: the work folder holds other files: name an empty or a new one")
             try:
                 if manifest.is_file():
                     manifest.unlink()  # first: without it the rest means nothing
@@ -60,36 +153,26 @@ class WorkFolder:
             self._write_manifest()
 
     def _resume(self, manifest: Path) -> None:
-        if not manifest.is_file():
-            raise BadInputError(f"{self.path}: there is no work to resume: leave out the resume option")
         found = read_json_object(manifest)
         if found.get("version") != _VERSION:
             raise BadInputError(f"{manifest}: made by another version: begin anew without resuming")
-        theirs = found.get("fingerprint")
-        if theirs != self.fingerprint:
-            differing = sorted(
-                key
-                for key in {*self.fingerprint, *(theirs if isinstance(theirs, dict) else {})}
-                if not isinstance(theirs, dict) or theirs.get(key) != self.fingerprint.get(key)
-            )
-            raise BadInputError(
-                f"{self.path}: the work that lies there is of another job (differing: "
-                f"{', '.join(differing)}): give the same options, or begin anew without resuming"
-            )
+        refuse_another_job(self.path, found.get("fingerprint"), self.fingerprint)
         done = found.get("layers_done")
         if not isinstance(done, int) or done < 0:
             raise BadInputError(f"{manifest}: layers_done is {done!r}")
         for layer in range(done):
-            if not self._layer_path(layer).is_file():
-                raise BadInputError(f"{self._layer_path(layer)} is missing: begin anew without resuming")
-        if not self._state_path(done).is_file() and done:
-            raise BadInputError(f"{self._state_path(done)} is missing: begin anew without resuming")
+            if not self.layer_path(layer).is_file():
+                raise BadInputError(f"{self.layer_path(layer)} is missing: begin anew without resuming")
+        if not self.state_path(done).is_file() and done:
+            raise BadInputError(f"{self.state_path(done)} is missing: begin anew without resuming")
         self.num_done = done
 
-    def _layer_path(self, layer: int) -> Path:
+    def layer_path(self, layer: int) -> Path:
+        """Where a finished layer lies."""
         return self.path / f"layer-{layer:05d}.safetensors"
 
-    def _state_path(self, layer: int) -> Path:
+    def state_path(self, layer: int) -> Path:
+        """Where the stream before a layer lies."""
         return self.path / f"state-{layer:05d}.safetensors"
 
     def add(
@@ -98,29 +181,30 @@ class WorkFolder:
         """The next layer is done: its tensors and notes, and where the stream is behind it. OutputError."""
         layer = self.num_done
         try:
-            self._write(self._layer_path(layer), tensors, {"notes": json.dumps(notes, sort_keys=True)})
-            self._write(self._state_path(layer + 1), state, {})
+            self._write(self.layer_path(layer), tensors, {"notes": json.dumps(notes, sort_keys=True)})
+            self._write(self.state_path(layer + 1), state, {})
             self.num_done += 1
             self._write_manifest()
             with contextlib.suppress(OSError):
-                self._state_path(layer).unlink(missing_ok=True)
+                self.state_path(layer).unlink(missing_ok=True)
         except OSError as error:
             self.num_done = layer
             raise _output_error(self.path, error) from error
 
     def layer(self, layer: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """The tensors and notes of a finished layer."""
+        """The tensors and notes of a finished layer. BadInputError for a damaged file."""
         from safetensors import safe_open
 
-        with safe_open(self._layer_path(layer), framework="pt") as stored:
-            notes = json.loads((stored.metadata() or {}).get("notes", "{}"))
+        with whole(self.layer_path(layer)) as path, safe_open(path, framework="pt") as stored:
+            notes = json.loads((stored.metadata() or {})["notes"])
             return {name: stored.get_tensor(name) for name in stored.keys()}, notes  # noqa: SIM118
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The stream behind the last finished layer."""
+        """The stream behind the last finished layer. BadInputError for a damaged file."""
         from safetensors.torch import load_file
 
-        return load_file(self._state_path(self.num_done))
+        with whole(self.state_path(self.num_done)) as path:
+            return load_file(path)
 
     def _write(self, path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
         from safetensors import SafetensorError
@@ -142,11 +226,20 @@ class WorkFolder:
 
     def _write_manifest(self) -> None:
         manifest = self.path / _MANIFEST
-        partial = manifest.with_name(f".{_MANIFEST}.partial")
         content = {"version": _VERSION, "fingerprint": self.fingerprint, "layers_done": self.num_done}
-        partial.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        _write_json(manifest, content, indent=1)
+
+
+def _write_json(path: Path, content: Mapping[str, Any], indent: int | None = None) -> None:
+    """Whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(json.dumps(content, indent=indent, sort_keys=True) + "\n", encoding="utf-8")
         _flush(partial)
-        os.replace(partial, manifest)
+        os.replace(partial, path)
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 def _flush(path: Path) -> None:

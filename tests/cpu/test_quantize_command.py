@@ -173,8 +173,11 @@ def test_outputs_that_are_in_the_way(
     """E16: exit 73 for what exists, and for a folder that is missing; 66 for a missing source."""
     (tmp_path / "there").write_text("mine")
     for arguments in ((), ("--bits", "4", "--group-size", "32")):
-        assert quantize(source, tmp_path / "there", *arguments) == 73
-        assert quantize(source, tmp_path / "no" / "out", *arguments) == 73
+        for text in ((), ("--calibration", "self")):
+            assert quantize(source, tmp_path / "there", *arguments, *text) == 73
+            assert quantize(source, tmp_path / "no" / "out", *arguments, *text) == 73
+        imatrix = ("--save-imatrix", tmp_path / "no" / "i.gguf")
+        assert quantize(source, tmp_path / "out", *arguments, "--calibration", "self", *imatrix) == 73
     assert (tmp_path / "there").read_text() == "mine"
     assert quantize(tmp_path / "nothing", tmp_path / "out") == 66
     (tmp_path / "empty").mkdir()
