@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgellm_models.errors import Notice, UsageError
+from edgellm_models.errors import BadInputError, Notice, UsageError
 from edgellm_quantize.job_place import work_folder_of
-from edgellm_quantize.provenance import calibration_name
+from edgellm_quantize.provenance import calibration_name, source_identity
 from edgellm_quantize.recipe import LayerOutcome, QuantizeJob, QuantizeProgress, QuantizeRecipe
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from edgellm_quantize.grids import Grid
     from edgellm_quantize.imatrix_file import ImportanceMatrix
     from edgellm_quantize.job import CoreResult
+    from edgellm_quantize.kept_writing import KeptWriting
     from edgellm_quantize.layer_rounding import CorePlan, LayerResult
 
 CORE_SHARE = 0.9
@@ -66,15 +67,36 @@ def read_calibration(job: QuantizeJob, checkpoint: Checkpoint, spec: ModelSpec) 
     form, metadata = checkpoint.file_format, checkpoint.metadata
     if job.on_progress is not None:
         job.on_progress(QuantizeProgress("calibrating", 0.0))
-    tokens = calibration_tokens(
-        job.calibration,
-        load_tokenizer(checkpoint.path, form, metadata),
-        spec.vocab_size,
-        load_chat_templates(checkpoint.path, form, metadata),
-        job.generate,
-    )
+    generate = _kept_writing(job, checkpoint)
+    try:
+        tokens = calibration_tokens(
+            job.calibration,
+            load_tokenizer(checkpoint.path, form, metadata),
+            spec.vocab_size,
+            load_chat_templates(checkpoint.path, form, metadata),
+            generate,
+        )
+    except BadInputError:
+        if generate is not None and not job.resume:
+            generate.forget()
+        raise
     assert tokens is not None
     return tokens
+
+
+def _kept_writing(job: QuantizeJob, checkpoint: Checkpoint) -> KeptWriting | None:
+    """What continues prompts for ``self`` calibration; its answers lie in the work folder."""
+    from edgellm_quantize.kept_writing import KeptWriting
+
+    if job.generate is None or job.calibration.source != "self":
+        return None
+    asked = job.calibration
+    depends = source_identity(checkpoint) | {
+        "samples": asked.samples,
+        "sequence_length": asked.sequence_length,
+        "seed": asked.seed,
+    }
+    return KeptWriting(job.generate, work_folder_of(job), depends, resume=job.resume)
 
 
 def run_calibrated(

@@ -131,7 +131,7 @@ class Stream:
             part.hidden = self.blocks.forward(part.hidden, layer, index, part.batch)
 
     def state(self) -> list[torch.Tensor]:
-        """The stream between layers, to be stored; ``restore`` takes it."""
+        """The stream between layers, to be stored; ``restore`` takes it, ValueError for another shape."""
         return [part.hidden for part in self._parts]
 
     def real_state(self) -> list[torch.Tensor]:
@@ -140,7 +140,8 @@ class Stream:
 
     def restore(self, state: Sequence[torch.Tensor]) -> None:
         for part, hidden in zip(self._parts, state, strict=True):
-            assert part.hidden.shape == hidden.shape
+            if part.hidden.shape != hidden.shape:
+                raise ValueError(f"a part has the shape {list(hidden.shape)}, not {list(part.hidden.shape)}")
             part.hidden = hidden
 
     def copy(self) -> Stream:

@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from edgellm_quantize.calibrated_run import (
 from edgellm_quantize.estimates import ENCODING_BYTES, PROGRAM_BYTES, check_memory, encoding_seconds
 from edgellm_quantize.hf_tensors import is_block_linear
 from edgellm_quantize.job_place import check_places, work_folder_of
-from edgellm_quantize.provenance import calibration_name, recipe_record
+from edgellm_quantize.provenance import calibration_name, recipe_record, source_identity
 from edgellm_quantize.recipe import (
     GGUF_DENSE_TYPES,
     QuantizeJob,
@@ -138,7 +137,6 @@ def _with_core(job: QuantizeJob, model: GGUFSource) -> QuantizeReport:
     report = write_planned_gguf(model, job.out, plan, on_progress=_writing_progress(job, CORE_SHARE))
     save_importance(job, run, checkpoint)
     run.clean_up()
-    _types_file(job).unlink(missing_ok=True)
     return _named(job, replace(report, seconds=time.perf_counter() - started))
 
 
@@ -168,17 +166,19 @@ def _mixture(
     tell: Callable[[float], None],
 ) -> Mixture:
     """The types of all tensors: the mixture's, or what the target of bits per weight allows."""
-    from edgellm_quantize.target_size import choose_for_size, read_types, write_types
+    from edgellm_quantize.target_size import choose_for_size, keep_types, kept_types
 
     recipe = job.recipe
-    shapes = {tensor.name: tensor.shape for tensor in model.tensors}
     mixture = _named_mixture(job, model)
     if recipe.target_bpw is None:
         model.notices.extend(mixture.notices())
         return mixture
-    kept = _types_file(job)
-    if job.resume and kept.is_file():
-        return read_types(kept, shapes)
+    folder = work_folder_of(job)
+    depends = None if calibration is None else _choice_depends(job, model, calibration)
+    if job.resume and depends is not None:
+        kept = kept_types(folder, depends, {tensor.name: tensor.shape for tensor in model.tensors})
+        if kept is not None:
+            return kept
     mixture = choose_for_size(
         model,
         recipe.target_bpw,
@@ -188,15 +188,9 @@ def _mixture(
         has_feedback=calibration is not None and recipe.method != "rtn",
         on_progress=lambda done: tell(0.05 * done),
     )
-    if calibration is not None:
-        write_types(kept, mixture)
+    if depends is not None:
+        keep_types(folder, depends, mixture)
     return mixture
-
-
-def _types_file(job: QuantizeJob) -> Path:
-    """Where the types that were chosen lie, so that a resumed job takes the same."""
-    folder = work_folder_of(job)
-    return folder.with_name(f"{folder.name}.types.json")
 
 
 def _named_mixture(job: QuantizeJob, model: GGUFSource) -> Mixture:
@@ -210,6 +204,18 @@ def _named_mixture(job: QuantizeJob, model: GGUFSource) -> Mixture:
         has_imatrix=job.imatrix is not None or job.calibration.source != "none",
         overrides=job.recipe.tensor_types,
     )
+
+
+def _choice_depends(job: QuantizeJob, model: GGUFSource, calibration: CalibrationTokens) -> dict[str, Any]:
+    """What chosen types follow from, as plain values."""
+    recipe = job.recipe
+    return source_identity(model.checkpoint) | {
+        "target_bpw": recipe.target_bpw,
+        "tensor_types": recipe.tensor_types,
+        "method": recipe.method,
+        "effort": recipe.effort,
+        "calibration": calibration.hash,
+    }
 
 
 def _planned_bytes(job: QuantizeJob, model: GGUFSource) -> tuple[int, int]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -15,8 +13,9 @@ from edgellm_models.errors import EdgeLLMError, Notice, ResourceError
 from edgellm_quantize.calibration import CalibrationTokens
 from edgellm_quantize.capture import STAGES, Stream, keeps_activated, open_stream
 from edgellm_quantize.layer_rounding import CorePlan, LayerResult, check_plan, quantize_layer
+from edgellm_quantize.provenance import digest, source_identity
 from edgellm_quantize.recipe import LayerOutcome, LayerStatistics, QuantizedLinear, QuantizeProgress
-from edgellm_quantize.work_folder import WorkFolder
+from edgellm_quantize.work_folder import WorkFolder, whole
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +46,8 @@ class CoreResult:
 
     def layer(self, index: int) -> LayerResult:
         """What came out for one layer."""
-        return _unpacked(*self.folder.layer(index))
+        with whole(self.folder.layer_path(index)):
+            return _unpacked(*self.folder.layer(index))
 
     def layers(self) -> Iterator[LayerResult]:
         for index in range(self.num_layers):
@@ -144,9 +144,10 @@ def _streams(
     original = stream.copy() if plan.asymmetric_share and plan.method != "rtn" else None
     if folder.num_done:
         stored = folder.state()
-        stream.restore([stored[f"quantized.{i}"] for i in range(len(stream.state()))])
-        if original is not None:
-            original.restore([stored[f"original.{i}"] for i in range(len(original.state()))])
+        with whole(folder.state_path(folder.num_done)):
+            stream.restore([stored[f"quantized.{i}"] for i in range(len(stream.state()))])
+            if original is not None:
+                original.restore([stored[f"original.{i}"] for i in range(len(original.state()))])
     return stream, original
 
 
@@ -217,13 +218,10 @@ def _fingerprint(
     checkpoint: Checkpoint, plan: CorePlan, calibration: CalibrationTokens | None, rows: int
 ) -> dict[str, Any]:
     """What two runs must share so that one can go on with the other's work."""
-    declared = [
-        (name, info.type_name, list(info.shape)) for name, info in sorted(checkpoint.tensors().items())
-    ]
     grids = {name: repr(grid) for name, grid in sorted(plan.grids.items())}
     return {
-        "source": _digest([checkpoint.file_format, checkpoint.file_bytes, declared]),
-        "grids": _digest(grids),
+        **source_identity(checkpoint),
+        "grids": digest(grids),
         "method": plan.method,
         "options": repr(plan.options),
         "asymmetric_share": plan.asymmetric_share,
@@ -231,10 +229,6 @@ def _fingerprint(
         "calibration": None if calibration is None else calibration.hash,
         "rows": rows,
     }
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _packed(result: LayerResult) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

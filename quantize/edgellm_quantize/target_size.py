@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from edgellm_kernels.ggml_types import GGML_TYPES_BY_NAME
-from edgellm_models.checkpoint.json_files import read_json_object
-from edgellm_models.errors import BadInputError, Notice, OutputError, UsageError
+from edgellm_models.errors import Notice, UsageError
 from edgellm_quantize.feedback_share import feedback_shares
 from edgellm_quantize.hf_tensors import is_block_linear
 from edgellm_quantize.kquant_mix import FILE_TYPE_IDS, Mixture, is_quantized
@@ -23,11 +21,13 @@ from edgellm_quantize.sensitivity import (
     type_options,
 )
 from edgellm_quantize.type_budget import TypeOption, choose_under_budget
+from edgellm_quantize.work_folder import damaged, keep, kept_path, read_kept
 
 if TYPE_CHECKING:
     from edgellm_quantize.gguf_source import GGUFSource
     from edgellm_quantize.imatrix_file import ImportanceMatrix
 
+_KEPT = "types"
 _MEASURING_SHARE = 0.6
 """Of the time that choosing takes, where the model runs for it."""
 _FEEDBACK_END = 0.9
@@ -109,23 +109,23 @@ def nbytes(shape: tuple[int, ...], kind: str) -> int:
     return GGML_TYPES_BY_NAME[kind].row_bytes(shape[-1]) * math.prod(shape[:-1])
 
 
-def write_types(path: Path, mixture: Mixture) -> None:
-    """Keep what was chosen beside the work folder, for a resumed job."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_text(json.dumps({"file_type": mixture.type_name, "types": mixture.tensors}), "utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise OutputError(f"{path}: the chosen types cannot be written: {error.strerror}") from error
+def keep_types(folder: Path, depends: Mapping[str, Any], mixture: Mixture) -> None:
+    """Keep what was chosen for a resumed job. ``depends``: what the choice follows from."""
+    keep(folder, _KEPT, depends, {"file_type": mixture.type_name, "types": mixture.tensors})
 
 
-def read_types(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> Mixture:
-    """What ``write_types`` wrote. BadInputError where it is of another model or damaged."""
-    found = read_json_object(path)
+def kept_types(
+    folder: Path, depends: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> Mixture | None:
+    """What ``keep_types`` was given; None where nothing is kept. BadInputError where it follows from other
+    values, or is damaged."""
+    found = read_kept(folder, _KEPT, depends)
+    if found is None:
+        return None
     types, name = found.get("types"), found.get("file_type")
     fits = isinstance(types, dict) and set(types) == set(shapes) and set(types.values()) <= {*TENSOR_TYPES}
     if not fits or not isinstance(types, dict) or not isinstance(name, str) or name not in FILE_TYPE_IDS:
-        raise BadInputError(f"{path}: these types are of another job: begin anew without resuming")
+        raise damaged(kept_path(folder, _KEPT))
     return Mixture(name, {tensor: types[tensor] for tensor in shapes}, (), ())
 
 

@@ -92,7 +92,7 @@ def test_the_size_is_kept_and_used(model: Path, text: CalibrationSpec, tmp_path:
 def test_a_resumed_job_keeps_the_types_that_were_chosen(
     model: Path, text: CalibrationSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """E16: they are taken from beside the work folder, not measured again, so the grids stay the same."""
+    """E16: they are taken from the work folder, not measured again, so the grids stay the same."""
     from edgellm_quantize import quantized_gguf
 
     def interrupted(*_: object, **__: object) -> None:
@@ -103,7 +103,7 @@ def test_a_resumed_job_keeps_the_types_that_were_chosen(
         _quantize(model, tmp_path / "a.gguf", 4.5, text)
     monkeypatch.undo()
     assert not (tmp_path / "a.gguf").exists() and (tmp_path / "a.gguf.work").is_dir()
-    kept = json.loads((tmp_path / "a.gguf.work.types.json").read_text())["types"]
+    kept = json.loads((tmp_path / "a.gguf.work" / "kept-types.json").read_text())["value"]["types"]
     monkeypatch.setattr("edgellm_quantize.target_size.measured_sensitivity", interrupted)
     report = _quantize(model, tmp_path / "a.gguf", 4.5, text, resume=True)
     assert {tensor.name: tensor.type_name for tensor in report.tensors} == kept
