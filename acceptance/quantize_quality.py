@@ -42,12 +42,12 @@ from edgellm_models.checkpoint import open_checkpoint
 from edgellm_models.checkpoint.reader import Checkpoint
 from edgellm_models.tokenizer import load_tokenizer
 from edgellm_quantize.api import quantize_model
+from edgellm_quantize.gguf_sizes import tensor_nbytes
 from edgellm_quantize.grids import IntegerGrid, dequantize
 from edgellm_quantize.layer_rounding import CorePlan, uniform_grids
 from edgellm_quantize.overlay import OverlayCheckpoint
 from edgellm_quantize.recipe import CalibrationSpec, QuantizeJob, QuantizeRecipe
 from edgellm_quantize.rounding import RoundingOptions
-from edgellm_quantize.target_size import nbytes
 from tests.support.dense_twin import write_twin_gguf
 from tests.support.real_models import REAL_MODELS, real_model
 
@@ -164,7 +164,7 @@ def llama(type_name: str) -> Callable[[Bench, str], Made]:
         with closing(open_checkpoint(out)) as checkpoint:
             infos = checkpoint.tensors().values()
             weights = sum(math.prod(info.shape) for info in infos)
-            stored = sum(nbytes(tuple(info.shape), info.type_name) for info in infos)
+            stored = sum(tensor_nbytes(tuple(info.shape), info.type_name) for info in infos)
         detail = {
             "bpw": 8 * stored / weights,
             "bytes": out.stat().st_size,

@@ -152,8 +152,12 @@ def core_estimate(
     spec: ModelSpec,
     grids: Mapping[str, Grid],
     method: str,
+    calibration: CalibrationTokens | None = None,
 ) -> tuple[float, int, list[Notice]]:
-    """(seconds, bytes, notices) of ``run_calibrated``, which is not run. Errors as job.run_core."""
+    """(seconds, bytes, notices) of ``run_calibrated``, which is not run. Errors as job.run_core.
+
+    ``calibration`` is what was read already, of a file.
+    """
     from edgellm_quantize.calibration import within_context
     from edgellm_quantize.estimates import core_seconds, estimate_notice, tokens_of
     from edgellm_quantize.grids import dequantize
@@ -162,7 +166,7 @@ def core_estimate(
     fitting, clipped = within_context(job.calibration, spec.context_length)
     tokens = tokens_of(fitting)
     if job.calibration.source == "file":
-        tokens = read_calibration(job, checkpoint, spec).num_tokens
+        tokens = (calibration or read_calibration(job, checkpoint, spec)).num_tokens
     plan = core_plan(recipe, grids, method)
     plan, _, memory, notices = within_memory(spec, plan, tokens, job.max_memory)
     by_grid: dict[Grid, list[str]] = {}
@@ -175,6 +179,19 @@ def core_estimate(
     ]
     seconds = core_seconds(spec, plan, tokens, min(tokens, fitting.sequence_length), probes)
     return seconds / CORE_SHARE, memory, [*clipped, *notices, estimate_notice(tokens)]
+
+
+def importance_expected(job: QuantizeJob, inputs: Mapping[str, int]) -> ImportanceMatrix:
+    """A stand-in for ``importance_of_run`` in a dry run: the same entries and names, all columns alike.
+
+    ``inputs`` holds the linears of the blocks and the columns of each.
+    """
+    import numpy as np
+
+    from edgellm_quantize.imatrix_file import ImportanceEntry, ImportanceMatrix
+
+    entries = {name: ImportanceEntry(np.ones(count, np.float32), 1) for name, count in inputs.items()}
+    return ImportanceMatrix(entries, (calibration_name(job),))
 
 
 def importance_of_run(run: CalibratedRun, source: str) -> ImportanceMatrix:

@@ -51,7 +51,7 @@ def write_gguf_file(
     OutputError for a missing folder, a full disk and everything else that keeps the file from being written;
     then, and when interrupted, nothing is left behind and an older file of that name is untouched.
     """
-    _check_place(out, sum(_padded(tensor.nbytes) for tensor in tensors))
+    _check_place(out, sum(padded(tensor.nbytes) for tensor in tensors))
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
         checksums = _write(partial, metadata, tensors)
@@ -66,7 +66,8 @@ def write_gguf_file(
     return size
 
 
-def _padded(nbytes: int) -> int:
+def padded(nbytes: int) -> int:
+    """Bytes of a tensor with what follows until the next may begin."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 

@@ -18,6 +18,7 @@ from edgellm_quantize.calibrated_run import (
     CalibratedRun,
     calibration_name,
     core_estimate,
+    importance_expected,
     importance_of_run,
     read_calibration,
     refuse_without_calibration,
@@ -25,7 +26,14 @@ from edgellm_quantize.calibrated_run import (
     save_importance,
     work_folder_of,
 )
-from edgellm_quantize.estimates import ENCODING_BYTES, PROGRAM_BYTES, check_memory, encoding_seconds
+from edgellm_quantize.estimates import (
+    ENCODING_BYTES,
+    PROGRAM_BYTES,
+    check_memory,
+    encoding_seconds,
+    tokens_of,
+)
+from edgellm_quantize.gguf_sizes import tensor_nbytes
 from edgellm_quantize.recipe import (
     GGUF_DENSE_TYPES,
     QuantizeJob,
@@ -33,7 +41,6 @@ from edgellm_quantize.recipe import (
     QuantizeRecipe,
     QuantizeReport,
 )
-from edgellm_quantize.target_size import nbytes
 
 if TYPE_CHECKING:
     from edgellm_models.network.spec import ModelSpec
@@ -146,13 +153,30 @@ def _estimated(
     grids: Mapping[str, Grid],
     spec: ModelSpec,
 ) -> QuantizeReport:
-    """The dry run of a calibrated job."""
+    """The dry run of a calibrated job. What a text that is not written yet will say in the file has its size
+    here."""
+    from edgellm_quantize.folder_job import recipe_record
+    from edgellm_quantize.hf_tensors import is_block_linear
     from edgellm_quantize.quantized_gguf import QuantizedPlan, write_planned_gguf
 
-    seconds, memory, notices = core_estimate(job, recipe, model.checkpoint, spec, grids, recipe.method)
+    checkpoint = model.checkpoint
+    known = read_calibration(job, checkpoint, spec) if job.calibration.source == "file" else None
+    seconds, memory, notices = core_estimate(job, recipe, checkpoint, spec, grids, recipe.method, known)
     model.notices.extend(notices)
-    plan = QuantizedPlan(mixture.type_name, mixture.tensors, None, recipe.effort, recipe.method)
+    digest, tokens = (known.hash, known.num_tokens) if known else ("0" * 64, tokens_of(job.calibration))
+    inputs = {tensor.name: tensor.shape[-1] for tensor in model.tensors if is_block_linear(tensor.name)}
+    plan = QuantizedPlan(
+        mixture.type_name,
+        mixture.tensors,
+        importance_expected(job, inputs),
+        recipe.effort,
+        recipe.method,
+        recipe_record(job, recipe, digest, tokens),
+        digest,
+        tokens,
+    )
     report = write_planned_gguf(model, job.out, plan, dry_run=True)
+    report = replace(report, calibration_hash=None, calibration_tokens=0)
     return _named(job, replace(report, seconds=seconds, peak_bytes=memory))
 
 
@@ -189,6 +213,7 @@ def _mixture(
         importance=importance,
         sequences=None if calibration is None else calibration.sequences,
         has_feedback=calibration is not None and recipe.method != "rtn",
+        runs_later=calibration is None and job.calibration.source != "none",
         on_progress=lambda done: tell(0.05 * done),
     )
     if calibration is not None:
@@ -221,7 +246,7 @@ def _encoding_seconds(model: GGUFSource, mixture: Mixture, effort: str) -> float
         if kind not in GGUF_DENSE_TYPES and kind != tensor.source_type:
             shown.setdefault(kind, tensor)
             weights[kind] += math.prod(tensor.shape)
-        sizes[kind] += nbytes(tensor.shape, kind)
+        sizes[kind] += tensor_nbytes(tensor.shape, kind)
     seconds = sum(sizes.values()) / 200e6
     for kind, tensor in shown.items():
         rows = torch.from_numpy(next(tensor.rows()))

@@ -19,7 +19,7 @@ from edgellm_models.errors import BadInputError, EdgeLLMError, Notice, OutputErr
 from edgellm_quantize.hf_tensors import HFTensors, is_block_linear
 from edgellm_quantize.packed_layouts import check_shape, pack_linear, packed_shapes, quantization_config
 from edgellm_quantize.recipe import LayerOutcome, QuantizedLinear, QuantizeRecipe, TensorReport
-from edgellm_quantize.safetensors_file import SHARD_BYTES, PlannedItem, tensor_bytes, write_shards
+from edgellm_quantize.safetensors_file import SHARD_BYTES, PlannedItem, write_shards
 
 if TYPE_CHECKING:
     import torch
@@ -306,6 +306,5 @@ __all__ = [
     "output_error",
     "plan_folder",
     "report_of",
-    "tensor_bytes",
     "write_folder",
 ]

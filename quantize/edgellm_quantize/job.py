@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgellm_models.errors import EdgeLLMError, Notice, ResourceError
 from edgellm_quantize.calibration import CalibrationTokens
-from edgellm_quantize.capture import STAGES, Stream, keeps_activated, open_stream
+from edgellm_quantize.capture import STAGES, Stream, keeps_activated, open_stream, stage_shapes
 from edgellm_quantize.layer_rounding import CorePlan, LayerResult, check_plan, quantize_layer
 from edgellm_quantize.recipe import LayerOutcome, LayerStatistics, QuantizedLinear, QuantizeProgress
 from edgellm_quantize.work_folder import WorkFolder
@@ -162,7 +162,7 @@ def estimate_memory(
     tokens = calibration.num_tokens if isinstance(calibration, CalibrationTokens) else calibration
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     hidden, ffn = spec.hidden_size, spec.ffn_size
-    shapes = ((q + 2 * kv, hidden), (hidden, q), (2 * ffn, hidden), (hidden, ffn))
+    shapes = stage_shapes(spec).values()
     layer = 4 * sum(n * k for n, k in shapes)
     feedback = plan.method != "rtn" and tokens is not None
     streams = 2 if feedback and plan.asymmetric_share else 1

@@ -13,17 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from edgellm_kernels.ggml_types import GGML_TYPES_BY_NAME
 from edgellm_models.errors import Notice, OutputError
-from edgellm_quantize.dense_gguf import DENSE_BYTES, cast_dense
+from edgellm_quantize.dense_gguf import cast_dense
 from edgellm_quantize.gguf_file import PlannedTensor, write_gguf_file
+from edgellm_quantize.gguf_sizes import file_nbytes, tensor_nbytes
 from edgellm_quantize.gguf_source import GGUFSource, SourceTensor, open_gguf_source
 from edgellm_quantize.gguf_values import GGUFValue, MetadataTable, text, u32
 from edgellm_quantize.imatrix_file import ImportanceMatrix
 from edgellm_quantize.kquant_codec import encode_rows
 from edgellm_quantize.kquant_mix import FILE_TYPE_IDS, Mixture, choose_types, is_quantized
 from edgellm_quantize.process_memory import peak_memory
-from edgellm_quantize.recipe import QuantizeProgress, QuantizeReport, TensorReport
+from edgellm_quantize.recipe import GGUF_DENSE_TYPES, QuantizeProgress, QuantizeReport, TensorReport
 
 Array = np.ndarray[Any, Any]
 
@@ -160,14 +160,9 @@ class _Outcome:
         return self.squared_error / self.squares if self.squares > 0 else 0.0
 
 
-def _nbytes(shape: tuple[int, ...], kind: str) -> int:
-    if kind in DENSE_BYTES:
-        return math.prod(shape) * DENSE_BYTES[kind]
-    return GGML_TYPES_BY_NAME[kind].row_bytes(shape[-1]) * math.prod(shape[:-1])
-
-
 def _planned_bytes(model: GGUFSource, plan: QuantizedPlan) -> int:
-    return sum(-(-_nbytes(tensor.shape, plan.types[tensor.name]) // 32) * 32 for tensor in model.tensors)
+    tensors = ((tensor.name, tensor.shape, plan.types[tensor.name]) for tensor in model.tensors)
+    return file_nbytes(_metadata(model, plan), tensors)
 
 
 def _plan_tensor(
@@ -179,11 +174,12 @@ def _plan_tensor(
     step: Callable[[SourceTensor, int], None],
 ) -> PlannedTensor:
     kind = plan.types[tensor.name]
+    nbytes = tensor_nbytes(tensor.shape, kind)
 
     def chunks() -> Iterator[Array]:
         start = time.perf_counter()
         outcome = outcomes[tensor.name] = _Outcome("copy" if kind == tensor.source_type else plan.method)
-        if kind in DENSE_BYTES:
+        if kind in GGUF_DENSE_TYPES:
             outcome.method = "copy"
             stream: Iterator[Array] = (cast_dense(rows, kind, tensor.file_name) for rows in tensor.rows())
         elif kind == tensor.source_type and tensor.raw is not None:
@@ -192,7 +188,7 @@ def _plan_tensor(
             stream = _encoded(tensor, kind, plan, weights, outcome)
         for chunk in stream:
             yield chunk
-            step(tensor, int(chunk.nbytes * math.prod(tensor.shape) / max(1, _nbytes(tensor.shape, kind))))
+            step(tensor, int(chunk.nbytes * math.prod(tensor.shape) / max(1, nbytes)))
         outcome.seconds = time.perf_counter() - start
         if outcome.clipped:
             detail = (
@@ -200,7 +196,7 @@ def _plan_tensor(
             )
             notices.append(Notice("weights_clipped", detail))
 
-    return PlannedTensor(tensor.name, tensor.shape, kind, _nbytes(tensor.shape, kind), chunks)
+    return PlannedTensor(tensor.name, tensor.shape, kind, nbytes, chunks)
 
 
 def _column_weights(model: GGUFSource, plan: QuantizedPlan, notices: list[Notice]) -> dict[str, Array]:
@@ -210,7 +206,7 @@ def _column_weights(model: GGUFSource, plan: QuantizedPlan, notices: list[Notice
     found: dict[str, Array] = {}
     without = []
     for tensor in model.tensors:
-        if plan.types[tensor.name] in DENSE_BYTES:
+        if plan.types[tensor.name] in GGUF_DENSE_TYPES:
             continue
         weights = plan.importance.column_weights(tensor.name, tensor.shape[-1])
         if weights is not None and weights.any():
@@ -262,8 +258,8 @@ def _say_requantized(model: GGUFSource, plan: QuantizedPlan, notices: list[Notic
     again = [
         tensor
         for tensor in model.tensors
-        if tensor.source_type not in DENSE_BYTES
-        and plan.types[tensor.name] not in (tensor.source_type, *DENSE_BYTES)
+        if tensor.source_type not in GGUF_DENSE_TYPES
+        and plan.types[tensor.name] not in (tensor.source_type, *GGUF_DENSE_TYPES)
         and is_quantized(tensor.name, tensor.shape)
     ]
     if again:
@@ -317,13 +313,13 @@ def _report(
     tensors = []
     for tensor in model.tensors:
         kind = plan.types[tensor.name]
-        outcome = outcomes.get(tensor.name, _Outcome("copy" if kind in DENSE_BYTES else plan.method))
+        outcome = outcomes.get(tensor.name, _Outcome("copy" if kind in GGUF_DENSE_TYPES else plan.method))
         tensors.append(
             TensorReport(
                 tensor.name,
                 kind,
                 tensor.shape,
-                _nbytes(tensor.shape, kind),
+                tensor_nbytes(tensor.shape, kind),
                 outcome.relative_error if outcomes else None,
                 outcome.seconds,
                 outcome.method,

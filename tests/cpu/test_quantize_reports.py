@@ -64,3 +64,17 @@ def test_own_text_ends_with_the_models_context(tmp_path: Path) -> None:
     report = quantize_model(job)
     assert max(asked) == 64 and report.calibration_tokens <= 8 * 64
     assert "sequence_length_clipped" in _kinds(report)
+
+
+def test_a_dry_run_says_how_the_job_will_choose(model: Path, text: CalibrationSpec, tmp_path: Path) -> None:
+    """With a calibration text the types of a dry run are not the job's, and no text is asked for."""
+    job = QuantizeJob(model, tmp_path / "out.gguf", QuantizeRecipe(target_bpw=9.0, effort="fast"), text)
+    planned = quantize_model(replace(job, dry_run=True))
+    [detail] = [note.detail for note in planned.notices if note.kind == "sensitivity_measured_later"]
+    assert "the dry run does not run the model" in detail and "the job will choose by" in detail
+    assert not any("gives a better choice" in note.detail for note in planned.notices)
+    report = quantize_model(job)
+    assert planned.bits_per_weight <= 9.0 and report.bits_per_weight <= 9.0
+    assert not {"sensitivity_measured_later", "sensitivity_not_measured"} & set(_kinds(report))
+    without = replace(job, out=tmp_path / "none.gguf", calibration=CalibrationSpec(), dry_run=True)
+    assert "sensitivity_not_measured" in _kinds(quantize_model(without))
