@@ -289,9 +289,10 @@ def summary(report: QuantizeReport) -> list[str]:
     lines.append(f"method {report.method}, time {took}{_duration(report.seconds)}{memory}")
     if report.calibration_tokens:
         lines.append(f"calibrated with {report.calibration_tokens:,} tokens")
-    rounded = [tensor for tensor in report.tensors if tensor.relative_error is not None]
-    if rounded:
-        worst = sorted(rounded, key=lambda tensor: -(tensor.relative_error or 0.0))[:_WORST]
-        named = ", ".join(f"{tensor.name} {tensor.relative_error:.2%}" for tensor in worst)
-        lines.append(f"largest relative squared errors: {named}")
+    for measure in ("outputs", "weights"):
+        rounded = [tensor for tensor in report.tensors if tensor.error_measure == measure]
+        if rounded:
+            worst = sorted(rounded, key=lambda tensor: -(tensor.relative_error or 0.0))[:_WORST]
+            named = ", ".join(f"{tensor.name} {tensor.relative_error:.2%}" for tensor in worst)
+            lines.append(f"largest relative squared errors of {measure}: {named}")
     return lines

@@ -136,6 +136,7 @@ def _with_core(job: QuantizeJob, model: GGUFSource) -> QuantizeReport:
         run.calibration.hash,
         run.calibration.num_tokens,
         encode=_Encoder(run),
+        outcome=run.outcome,
         overridden=frozenset(mixture.overridden),
     )
     report = write_planned_gguf(model, job.out, plan, on_progress=_writing_progress(job, CORE_SHARE))

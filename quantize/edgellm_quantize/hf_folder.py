@@ -292,6 +292,7 @@ def report_of(plan: FolderPlan, finished: Mapping[str, LayerOutcome]) -> tuple[T
                 relative_error=outcome.relative_error,
                 seconds=outcome.seconds,
                 method=outcome.method,
+                error_measure=outcome.error_measure,
             )
         reports.append(report)
     return tuple(reports)

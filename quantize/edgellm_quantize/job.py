@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,10 +44,12 @@ class CoreResult:
     folder: WorkFolder
     num_layers: int
     notices: tuple[Notice, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """By canonical weight name, of the linears that this run rounded: files hold no times."""
 
     def layer(self, index: int) -> LayerResult:
         """What came out for one layer."""
-        return _unpacked(*self.folder.layer(index))
+        return _unpacked(*self.folder.layer(index), self.seconds)
 
     def layers(self) -> Iterator[LayerResult]:
         for index in range(self.num_layers):
@@ -89,14 +91,16 @@ def run_core(
     folder = WorkFolder(work_dir, _fingerprint(checkpoint, plan, calibration, rows), resume=resume)
     clock = _Clock(loader.spec.num_layers, folder.num_done, on_progress, should_stop)
     stream, original = _streams(loader, plan, calibration, rows, folder)
+    seconds: dict[str, float] = {}
     for index in range(folder.num_done, loader.spec.num_layers):
         on_stage = partial(clock.at, index)
         result = quantize_layer(checkpoint, loader, plan, index, stream, original, on_stage)
         tensors, notes = _packed(result)
+        seconds |= {name: outcome.seconds for name, outcome in result.outcomes.items()}
         folder.add(tensors, notes, _state(stream, original))
         checkpoint.release_pages()  # what was read of the mapped file would count as memory to the end
     clock.at(loader.spec.num_layers, 0)
-    return CoreResult(folder, loader.spec.num_layers, tuple(notices))
+    return CoreResult(folder, loader.spec.num_layers, tuple(notices), seconds)
 
 
 class _Clock:
@@ -245,6 +249,7 @@ def _packed(result: LayerResult) -> tuple[dict[str, torch.Tensor], dict[str, Any
         weight = outcome.weight
         note: dict[str, Any] = {
             "error": outcome.relative_error,
+            "measure": outcome.error_measure,
             "method": outcome.method,
             "notices": [[notice.kind, notice.detail] for notice in outcome.notices],
         }
@@ -266,7 +271,9 @@ def _packed(result: LayerResult) -> tuple[dict[str, torch.Tensor], dict[str, Any
     return tensors, {"linears": linears, "tokens": tokens}
 
 
-def _unpacked(tensors: Mapping[str, torch.Tensor], notes: Mapping[str, Any]) -> LayerResult:
+def _unpacked(
+    tensors: Mapping[str, torch.Tensor], notes: Mapping[str, Any], seconds: Mapping[str, float]
+) -> LayerResult:
     from edgellm_kernels.weights import BlockLayout, BlockQuantWeight
 
     result = LayerResult()
@@ -284,7 +291,9 @@ def _unpacked(tensors: Mapping[str, torch.Tensor], notes: Mapping[str, Any]) -> 
                 note["bits"],
             )
         notices = tuple(Notice(kind, detail) for kind, detail in note["notices"])
-        result.outcomes[name] = LayerOutcome(name, weight, note["error"], 0.0, note["method"], notices)
+        result.outcomes[name] = LayerOutcome(
+            name, weight, note["error"], seconds.get(name, 0.0), note["method"], notices, note["measure"]
+        )
     for name, tensor in tensors.items():
         if name.endswith("/dense"):
             result.changed[name.removesuffix("/dense")] = tensor

@@ -15,7 +15,7 @@ from edgellm_quantize.folding import CheckpointTensors, expand, fold, source_row
 from edgellm_quantize.grids import Grid, IntegerGrid, dequantize, f16_scale
 from edgellm_quantize.hf_tensors import is_block_linear
 from edgellm_quantize.overlay import OverlayCheckpoint
-from edgellm_quantize.recipe import LayerOutcome, LayerStatistics, QuantizedLinear
+from edgellm_quantize.recipe import OUTPUT_ERROR, WEIGHT_ERROR, LayerOutcome, LayerStatistics, QuantizedLinear
 from edgellm_quantize.rounding import (
     RoundingOptions,
     asymmetric_target,
@@ -170,6 +170,7 @@ class LayerRounding:
                     seconds * len(matrix) / len(weight),
                     done,
                     tuple(Notice(note.kind, f"{name}: {note.detail}") for note in found.notices),
+                    WEIGHT_ERROR if hessian is None else OUTPUT_ERROR,
                 )
                 self._overlay.replaced[name] = values.contiguous()
             begun = time.monotonic()

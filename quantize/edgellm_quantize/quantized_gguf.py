@@ -23,7 +23,15 @@ from edgellm_quantize.imatrix_file import ImportanceMatrix
 from edgellm_quantize.kquant_codec import encode_rows
 from edgellm_quantize.kquant_mix import FILE_TYPE_IDS, Mixture, choose_types, is_quantized
 from edgellm_quantize.process_memory import peak_memory
-from edgellm_quantize.recipe import GGUF_DENSE_TYPES, QuantizeProgress, QuantizeReport, TensorReport
+from edgellm_quantize.recipe import (
+    GGUF_DENSE_TYPES,
+    OUTPUT_ERROR,
+    WEIGHT_ERROR,
+    LayerOutcome,
+    QuantizeProgress,
+    QuantizeReport,
+    TensorReport,
+)
 
 Array = np.ndarray[Any, Any]
 
@@ -49,6 +57,8 @@ class QuantizedPlan:
     calibration_tokens: int = 0
     encode: Encode | None = None
     """Codes that something else has chosen (error feedback)."""
+    outcome: Callable[[str], LayerOutcome | None] = lambda name: None
+    """What that says of a tensor by name."""
     overridden: frozenset[str] = frozenset()
 
 
@@ -152,12 +162,18 @@ class _Outcome:
     squares: float = 0.0
     seconds: float = 0.0
     clipped: int = 0
+    output_error: float | None = None
+    """Of what the linear computes, where error feedback knows it."""
 
     @property
     def relative_error(self) -> float | None:
-        if self.method == "copy":
-            return None
+        if self.method == "copy" or self.output_error is not None:
+            return self.output_error
         return self.squared_error / self.squares if self.squares > 0 else 0.0
+
+    @property
+    def error_measure(self) -> str:
+        return WEIGHT_ERROR if self.output_error is None else OUTPUT_ERROR
 
 
 def _planned_bytes(model: GGUFSource, plan: QuantizedPlan) -> int:
@@ -185,11 +201,11 @@ def _plan_tensor(
         elif kind == tensor.source_type and tensor.raw is not None:
             stream = iter(tensor.raw())
         else:
-            stream = _encoded(tensor, kind, plan, weights, outcome)
+            stream = _encoded(tensor, kind, plan, weights, outcome, notices)
         for chunk in stream:
             yield chunk
             step(tensor, int(chunk.nbytes * math.prod(tensor.shape) / max(1, nbytes)))
-        outcome.seconds = time.perf_counter() - start
+        outcome.seconds += time.perf_counter() - start
         if outcome.clipped:
             detail = (
                 f"tensor {tensor.name}: {outcome.clipped} weights are beyond the range of {kind}: clipped"
@@ -222,11 +238,23 @@ def _column_weights(model: GGUFSource, plan: QuantizedPlan, notices: list[Notice
 
 
 def _encoded(
-    tensor: SourceTensor, kind: str, plan: QuantizedPlan, weights: Array | None, outcome: _Outcome
+    tensor: SourceTensor,
+    kind: str,
+    plan: QuantizedPlan,
+    weights: Array | None,
+    outcome: _Outcome,
+    notices: list[Notice],
 ) -> Iterator[Array]:
     """The rows' bytes in a block type, each chunk decoded again and measured."""
     chosen = plan.encode(tensor, kind) if plan.encode is not None else None
-    if chosen is None:
+    rounded = plan.outcome(tensor.name) if chosen is not None else None
+    if rounded is not None:
+        outcome.method, outcome.seconds = rounded.method, rounded.seconds
+        if rounded.error_measure == OUTPUT_ERROR:
+            outcome.output_error = rounded.relative_error
+        notices.extend(rounded.notices)
+        rounded = None  # its weight is as large as the tensor
+    elif chosen is None:
         outcome.method = "rtn"
     for rows in tensor.rows():
         if chosen is None:
@@ -314,15 +342,17 @@ def _report(
     for tensor in model.tensors:
         kind = plan.types[tensor.name]
         outcome = outcomes.get(tensor.name, _Outcome("copy" if kind in GGUF_DENSE_TYPES else plan.method))
+        error = outcome.relative_error if outcomes else None
         tensors.append(
             TensorReport(
                 tensor.name,
                 kind,
                 tensor.shape,
                 tensor_nbytes(tensor.shape, kind),
-                outcome.relative_error if outcomes else None,
+                error,
                 outcome.seconds,
                 outcome.method,
+                None if error is None else outcome.error_measure,
             )
         )
     return QuantizeReport(

@@ -30,6 +30,9 @@ TENSOR_TYPES = (
     *GGUF_DENSE_TYPES,
 )
 DTYPES = ("bf16", "f16", "f32")
+WEIGHT_ERROR, OUTPUT_ERROR = "weights", "outputs"
+"""What a relative error measures: ||E||^2 / ||W||^2, or tr(E H E^T) / tr(W H W^T) with the Hessian H of the
+calibration's inputs, so the squared error of what the linear computes from them."""
 GROUP_SIZES = (-1, 16, 32, 64, 128, 256, 512, 1024)
 """What GPTQModel reads; -1 is one group per row. Other tools read 32, 64, 128 and -1."""
 
@@ -251,11 +254,14 @@ class LayerOutcome:
     """Canonical name of its weight, such as ``blk.3.attn_q.weight``."""
     weight: QuantizedLinear | BlockQuantWeight | DenseWeight
     relative_error: float | None
-    """tr(E H E^T) / tr(W H W^T) with calibration, else ||E||^2 / ||W||^2; None where nothing was rounded."""
+    """See ``error_measure``; None where nothing was rounded."""
     seconds: float
+    """Of this run: 0 where an earlier one did the work."""
     method: str = "rtn"
     """What was done in the end: rtn, gptq, awq+gptq, copy."""
     notices: tuple[Notice, ...] = ()
+    error_measure: str = WEIGHT_ERROR
+    """WEIGHT_ERROR, or OUTPUT_ERROR where error feedback had a Hessian."""
 
 
 @dataclass(frozen=True)
@@ -270,7 +276,10 @@ class TensorReport:
     """With its scales, zero points and group indices."""
     relative_error: float | None = None
     seconds: float = 0.0
+    """Rounding and writing, of this run: what an earlier run did is not counted."""
     method: str = "copy"
+    error_measure: str | None = None
+    """WEIGHT_ERROR or OUTPUT_ERROR; None without an error."""
 
 
 @dataclass(frozen=True)
@@ -325,6 +334,7 @@ class QuantizeReport:
                     "shape": list(tensor.shape),
                     "bytes": tensor.nbytes,
                     "relative_error": tensor.relative_error,
+                    "error_measure": tensor.error_measure,
                     "seconds": round(tensor.seconds, 4),
                     "method": tensor.method,
                 }

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 _MANIFEST = "manifest.json"
-_VERSION = 1
+_VERSION = 2
 
 
 class WorkFolder:

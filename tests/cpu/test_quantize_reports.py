@@ -7,8 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from edgellm.cli.quantize import summary
+from edgellm_models.checkpoint import open_checkpoint
+from edgellm_models.network.build import LayerLoader
+from edgellm_models.tokenizer import load_tokenizer
 from edgellm_quantize.api import quantize_model
+from edgellm_quantize.calibration import calibration_tokens
+from edgellm_quantize.capture import open_stream
+from edgellm_quantize.grids import dequantize
+from edgellm_quantize.hf_tensors import is_block_linear
 from edgellm_quantize.recipe import CalibrationSpec, QuantizeJob, QuantizeRecipe, QuantizeReport
 from tests.support.tiny_models import make_tiny
 
@@ -78,3 +87,64 @@ def test_a_dry_run_says_how_the_job_will_choose(model: Path, text: CalibrationSp
     assert not {"sensitivity_measured_later", "sensitivity_not_measured"} & set(_kinds(report))
     without = replace(job, out=tmp_path / "none.gguf", calibration=CalibrationSpec(), dry_run=True)
     assert "sensitivity_not_measured" in _kinds(quantize_model(without))
+
+
+@pytest.mark.parametrize(
+    ("form", "method"), [("gguf", "auto"), ("gguf", "rtn"), ("gptq", "auto"), ("awq", "auto")]
+)
+def test_errors_say_what_they_measure(
+    form: str, method: str, model: Path, text: CalibrationSpec, tmp_path: Path
+) -> None:
+    """One meaning whatever the format: of outputs where error feedback had a Hessian, else of weights; the
+    figure is that of the values in the file."""
+    recipe = QuantizeRecipe(format=form, method=method, effort="fast")
+    report = quantize_model(QuantizeJob(model, tmp_path / "out", recipe, text))
+    source, written = open_checkpoint(model), open_checkpoint(tmp_path / "out")
+    by_name = {tensor["name"]: tensor for tensor in report.as_json()["tensors"]}
+    rounded = {name for name, tensor in by_name.items() if tensor["method"] != "copy"}
+    assert rounded >= {name for name in by_name if is_block_linear(name)}
+    for name, tensor in by_name.items():
+        assert (tensor["relative_error"] is None) == (name not in rounded)
+        feedback = method != "rtn" and is_block_linear(name)
+        measure = "outputs" if feedback else "weights"
+        assert tensor["error_measure"] == (measure if name in rounded else None)
+        assert name not in rounded or tensor["seconds"] > 0
+    if form == "awq":
+        return  # its factors are in the file's weights
+    name = "blk.0.attn_v.weight"  # its inputs are those of the model as it was
+    weight = dequantize(source.weight(name))
+    error = dequantize(written.weight(name)) - weight
+    loader = LayerLoader(source)
+    tokenizer = load_tokenizer(model, "safetensors", source.metadata)
+    tokens = calibration_tokens(text, tokenizer, loader.spec.vocab_size)
+    assert tokens is not None
+    stream = open_stream(loader, tokens.sequences, 4096)
+    x = torch.cat(list(stream.inputs("qkv", loader.layer(0), 0)))
+    if method == "rtn":
+        wanted = float(error.square().sum() / weight.square().sum())
+    else:
+        wanted = float((x @ error.t()).square().sum() / (x @ weight.t()).square().sum())
+    assert by_name[name]["relative_error"] == pytest.approx(wanted, rel=1e-3)
+
+
+def test_what_an_earlier_run_rounded_took_no_time_in_this_one(
+    model: Path, text: CalibrationSpec, tmp_path: Path
+) -> None:
+    job = QuantizeJob(model, tmp_path / "a", QuantizeRecipe(format="gptq", effort="fast"), text)
+    first = quantize_model(replace(job, work_dir=tmp_path / "work"))
+    again = quantize_model(replace(job, out=tmp_path / "b", work_dir=tmp_path / "work", resume=True))
+    for before, after in zip(first.tensors, again.tensors, strict=True):
+        assert after.seconds == 0 and (before.seconds > 0) == is_block_linear(before.name)
+        assert (after.relative_error, after.error_measure) == (before.relative_error, before.error_measure)
+
+
+def test_the_summary_does_not_compare_errors_of_two_kinds(
+    model: Path, text: CalibrationSpec, tmp_path: Path
+) -> None:
+    report = quantize_model(QuantizeJob(model, tmp_path / "out", QuantizeRecipe(effort="fast"), text))
+    lines = {line.partition(":")[0]: line for line in summary(report)}
+    outputs, weights = (
+        lines[f"largest relative squared errors of {kind}"] for kind in ("outputs", "weights")
+    )
+    assert "blk." in outputs and "token_embd" not in outputs
+    assert "token_embd" in weights and "blk." not in weights

@@ -31,7 +31,7 @@ def test_a_tensor_takes_what_the_format_says(kind: str) -> None:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_linears_and_their_shapes_are_those_of_the_model(arch: str, tmp_path: Path) -> None:
-    """Every matrix of a block is a linear; those that share an input have the shapes that are planned with."""
+    """Every matrix of a block is a linear; those that share an input have the shapes that are planned."""
     checkpoint = open_checkpoint(make_tiny(arch, tmp_path / arch, num_hidden_layers=1))
     infos = checkpoint.tensors()
     matrices = {name for name, info in infos.items() if name.startswith("blk.") and len(info.shape) == 2}
