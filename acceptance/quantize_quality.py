@@ -238,7 +238,7 @@ CASES: dict[str, Callable[[Bench, str], Made]] = {
     "gptq 4": ours(**_INTEGERS, bits=4),
     "rtn 4": baseline("rtn", 4),
     "plain gptq 4": baseline("gptq", 4),
-    "gptq 3": ours(**_INTEGERS, bits=3, checkpoint_format="gptq_v2"),
+    "gptq 3": ours(**_INTEGERS, bits=3),
     "plain gptq 3": baseline("gptq", 3),
     "rtn 4 asymmetric": baseline("rtn", 4, symmetric=False),
     "awq identity": baseline("gptq", 4, symmetric=False, usual=False),

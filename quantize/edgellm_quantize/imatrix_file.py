@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from edgellm_models.errors import BadInputError, EdgeLLMError, OutputError
+from edgellm_models.errors import BadInputError, EdgeLLMError, Notice, OutputError
 from edgellm_quantize.gguf_file import PlannedTensor, write_gguf_file
 from edgellm_quantize.gguf_values import array, text, u32
 
@@ -54,6 +54,14 @@ class ImportanceMatrix:
                 "it was made for another model"
             )
         return entry.mean_square
+
+
+def no_importance_notice(names: Sequence[str]) -> list[Notice]:
+    """Of the tensors that a matrix says nothing of; none where there are none."""
+    if not names:
+        return []
+    detail = f"{len(names)} tensors have no importance and are rounded without: {', '.join(names[:5])}"
+    return [Notice("no_importance", detail + (" ..." if len(names) > 5 else ""))]
 
 
 def write_imatrix(out: Path, matrix: ImportanceMatrix) -> int:

@@ -19,7 +19,7 @@ from edgellm_quantize.gguf_file import PlannedTensor, write_gguf_file
 from edgellm_quantize.gguf_sizes import file_nbytes, tensor_nbytes
 from edgellm_quantize.gguf_source import GGUFSource, SourceTensor, open_gguf_source
 from edgellm_quantize.gguf_values import GGUFValue, MetadataTable, text, u32
-from edgellm_quantize.imatrix_file import ImportanceMatrix
+from edgellm_quantize.imatrix_file import ImportanceMatrix, no_importance_notice
 from edgellm_quantize.kquant_codec import encode_rows
 from edgellm_quantize.kquant_mix import FILE_TYPE_IDS, Mixture, choose_types, is_quantized
 from edgellm_quantize.process_memory import peak_memory
@@ -229,11 +229,7 @@ def _column_weights(model: GGUFSource, plan: QuantizedPlan, notices: list[Notice
             found[tensor.name] = weights
         elif tensor.name not in ("token_embd.weight", "output.weight"):  # never in an importance matrix
             without.append(tensor.name)
-    if without:
-        detail = (
-            f"{len(without)} tensors have no importance and are rounded without: {', '.join(without[:5])}"
-        )
-        notices.append(Notice("no_importance", detail + (" ..." if len(without) > 5 else "")))
+    notices.extend(no_importance_notice(without))
     return found
 
 

@@ -107,12 +107,13 @@ class QuantizeRecipe:
     64 and 32 that divides the in_features of every linear. -1: one scale per row."""
     symmetric: bool = True
     """Zero point fixed in the middle. AWQ is asymmetric always."""
-    checkpoint_format: str = "gptq"
-    """Of a GPTQ folder: ``gptq`` (v1: zero points stored minus one) or ``gptq_v2``."""
+    checkpoint_format: str | None = None
+    """Of a GPTQ folder: ``gptq`` (v1: zero points stored minus one) or ``gptq_v2``. None becomes gptq_v2 for
+    3 bits, whose v1 zero points readers decode in two ways, and else gptq, which every reader knows."""
     method: str = "auto"
     """``auto``: gptq where there is calibration, else rtn with a scale search; for awq folders awq. In a GGUF
     file gptq is error feedback on the grids of the block types, whose scales are searched with the measured
-    importance of the columns; rtn with calibration is that search alone."""
+    importance of the columns; rtn with calibration is that search alone, in all formats."""
     effort: str = "default"
     damping: float = 0.05
     """Share of the mean diagonal that is added to the Hessian's diagonal; raised in steps where need be."""
@@ -129,12 +130,15 @@ class QuantizeRecipe:
             object.__setattr__(self, name, getattr(self, name).lower())
         pairs = tuple((pattern, kind.upper()) for pattern, kind in self.tensor_types)
         object.__setattr__(self, "tensor_types", pairs)
+        if self.checkpoint_format is None:
+            version = "gptq_v2" if self.format == "gptq" and self.bits == 3 else "gptq"
+            object.__setattr__(self, "checkpoint_format", version)
         _one_of("format", self.format, FORMATS)
         _one_of("type", self.type, GGUF_TYPES)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("method", self.method, METHODS)
         _one_of("effort", self.effort, EFFORTS)
-        _one_of("checkpoint format", self.checkpoint_format, ("gptq", "gptq_v2"))
+        _one_of("checkpoint format", str(self.checkpoint_format), ("gptq", "gptq_v2"))
         if not 0 < self.damping < 1:
             raise UsageError(f"damping must lie between 0 and 1, not {self.damping}")
         if self.format in ("gptq", "awq", "compressed-tensors"):
