@@ -37,7 +37,7 @@ _TYPES = (
 OUTPUTS: dict[str, dict[str, Any]] = {
     **{f"GGUF {kind}": {"type": kind} for kind in _TYPES},
     "GPTQ 2 bits": {"format": "gptq", "bits": 2, **_GROUPS},
-    "GPTQ 3 bits": {"format": "gptq", "bits": 3, "checkpoint_format": "gptq_v2", **_GROUPS},
+    "GPTQ 3 bits": {"format": "gptq", "bits": 3, **_GROUPS},
     "GPTQ 4 bits": {"format": "gptq", "bits": 4, **_GROUPS},
     "GPTQ 4 bits with zero points": {"format": "gptq", "bits": 4, "symmetric": False, **_GROUPS},
     "GPTQ 8 bits": {"format": "gptq", "bits": 8, **_GROUPS},

@@ -42,12 +42,12 @@ from edgellm_models.checkpoint import open_checkpoint
 from edgellm_models.checkpoint.reader import Checkpoint
 from edgellm_models.tokenizer import load_tokenizer
 from edgellm_quantize.api import quantize_model
+from edgellm_quantize.gguf_sizes import tensor_nbytes
 from edgellm_quantize.grids import IntegerGrid, dequantize
 from edgellm_quantize.layer_rounding import CorePlan, uniform_grids
 from edgellm_quantize.overlay import OverlayCheckpoint
 from edgellm_quantize.recipe import CalibrationSpec, QuantizeJob, QuantizeRecipe
 from edgellm_quantize.rounding import RoundingOptions
-from edgellm_quantize.target_size import nbytes
 from tests.support.dense_twin import write_twin_gguf
 from tests.support.real_models import REAL_MODELS, real_model
 
@@ -164,7 +164,7 @@ def llama(type_name: str) -> Callable[[Bench, str], Made]:
         with closing(open_checkpoint(out)) as checkpoint:
             infos = checkpoint.tensors().values()
             weights = sum(math.prod(info.shape) for info in infos)
-            stored = sum(nbytes(tuple(info.shape), info.type_name) for info in infos)
+            stored = sum(tensor_nbytes(tuple(info.shape), info.type_name) for info in infos)
         detail = {
             "bpw": 8 * stored / weights,
             "bytes": out.stat().st_size,
@@ -238,7 +238,7 @@ CASES: dict[str, Callable[[Bench, str], Made]] = {
     "gptq 4": ours(**_INTEGERS, bits=4),
     "rtn 4": baseline("rtn", 4),
     "plain gptq 4": baseline("gptq", 4),
-    "gptq 3": ours(**_INTEGERS, bits=3, checkpoint_format="gptq_v2"),
+    "gptq 3": ours(**_INTEGERS, bits=3),
     "plain gptq 3": baseline("gptq", 3),
     "rtn 4 asymmetric": baseline("rtn", 4, symmetric=False),
     "awq identity": baseline("gptq", 4, symmetric=False, usual=False),

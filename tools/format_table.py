@@ -9,6 +9,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "benchmarks"
 MODELS = {"smollm2-135m": "SmolLM2-135M", "gemma3-270m": "Gemma 3 270M"}
+WEIGHTS = {"smollm2-135m": 134_515_008, "gemma3-270m": 268_098_176}
+"""Of each model, as reports of quantizing count them."""
 _GGUF = "llama.cpp and all that is built on it, edgellm"
 _SAME = "the same"
 _GPTQ = "transformers with GPTQModel, vLLM, edgellm"
@@ -79,11 +81,16 @@ def _cells(measured: dict[str, dict[str, Any]], model: str, output: str, case: s
     planned = measured.get(f"{model}: {output}, size")
     size = next((row["detail"] for row in (plain, planned, best) if row and "bpw" in row["detail"]), None)
     return [
-        f"{size['bpw']:.2f}, {size['bytes'] / 1e6:.0f}" if size else "-",
+        f"{size['bpw']:.2f}, {_megabytes(model, size['bpw']):.0f}" if size else "-",
         f"{speed['value']:.0f}" if speed else "-",
         _loss(plain),
         _loss(best),
     ]
+
+
+def _megabytes(model: str, bits_per_weight: float) -> float:
+    """Of the tensors. A token does not read the header and the vocabulary that a file has besides."""
+    return bits_per_weight * WEIGHTS[model] / 8e6
 
 
 def _loss(row: dict[str, Any] | None) -> str:

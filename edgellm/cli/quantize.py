@@ -123,9 +123,9 @@ def _recipe(given: dict[str, Any]) -> Any:
     uses = {
         "gguf": {"kind", "target_bpw", "tensor_types", "imatrix"},
         "hf": {"dtype"},
-        "gptq": {"bits", "group_size", "asym"},
-        "awq": {"bits", "group_size", "asym"},
-        "compressed-tensors": {"bits", "group_size", "asym"},
+        "gptq": {"bits", "group_size", "asym", "imatrix"},
+        "awq": {"bits", "group_size", "asym", "imatrix"},
+        "compressed-tensors": {"bits", "group_size", "asym", "imatrix"},
     }
     owners = {
         name: [key for key, names in uses.items() if name in names]
@@ -147,11 +147,9 @@ def _recipe(given: dict[str, Any]) -> Any:
         "target_bpw": given["target_bpw"],
     }
     pairs = [_tensor_type(text) for text in given["tensor_types"]]
-    version = "gptq_v2" if form == "gptq" and given["bits"] == 3 else "gptq"
     return QuantizeRecipe(
         **{name: value for name, value in values.items() if value is not None},
         symmetric=not given["asym"] and form != "awq",
-        checkpoint_format=version,
         tensor_types=tuple(pairs),
     )
 
@@ -289,9 +287,10 @@ def summary(report: QuantizeReport) -> list[str]:
     lines.append(f"method {report.method}, time {took}{_duration(report.seconds)}{memory}")
     if report.calibration_tokens:
         lines.append(f"calibrated with {report.calibration_tokens:,} tokens")
-    rounded = [tensor for tensor in report.tensors if tensor.relative_error is not None]
-    if rounded:
-        worst = sorted(rounded, key=lambda tensor: -(tensor.relative_error or 0.0))[:_WORST]
-        named = ", ".join(f"{tensor.name} {tensor.relative_error:.2%}" for tensor in worst)
-        lines.append(f"largest relative squared errors: {named}")
+    for measure in ("outputs", "weights"):
+        rounded = [tensor for tensor in report.tensors if tensor.error_measure == measure]
+        if rounded:
+            worst = sorted(rounded, key=lambda tensor: -(tensor.relative_error or 0.0))[:_WORST]
+            named = ", ".join(f"{tensor.name} {tensor.relative_error:.2%}" for tensor in worst)
+            lines.append(f"largest relative squared errors of {measure}: {named}")
     return lines

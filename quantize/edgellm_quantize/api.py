@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgellm_models.errors import OutputError, UsageError
+from edgellm_models.errors import OutputError
 from edgellm_quantize.recipe import QuantizeJob, QuantizeReport
 
 
@@ -19,8 +19,6 @@ def quantize_model(job: QuantizeJob) -> QuantizeReport:
 
     if job.out.exists() or job.out.is_symlink():
         raise OutputError(f"{job.out}: this exists already: choose another name or remove it first")
-    if job.imatrix is not None and job.recipe.format != "gguf":
-        raise UsageError("an importance matrix goes with the format gguf")
     if job.recipe.format == "gguf":
         from edgellm_quantize.gguf_job import run_gguf_job
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,17 +60,19 @@ class CalibratedRun:
 
 
 def read_calibration(job: QuantizeJob, checkpoint: Checkpoint, spec: ModelSpec) -> CalibrationTokens:
-    """The token sequences of the job. Errors as calibration.calibration_tokens."""
+    """The token sequences of the job, none longer than the model's context. Errors as
+    calibration.calibration_tokens."""
     from edgellm_models.tokenizer import load_chat_templates, load_tokenizer
-    from edgellm_quantize.calibration import calibration_tokens
+    from edgellm_quantize.calibration import calibration_tokens, within_context
 
     form, metadata = checkpoint.file_format, checkpoint.metadata
     if job.on_progress is not None:
         job.on_progress(QuantizeProgress("calibrating", 0.0))
+    fitting, notices = within_context(job.calibration, spec.context_length)
     generate = _kept_writing(job, checkpoint)
     try:
         tokens = calibration_tokens(
-            job.calibration,
+            fitting,
             load_tokenizer(checkpoint.path, form, metadata),
             spec.vocab_size,
             load_chat_templates(checkpoint.path, form, metadata),
@@ -81,7 +83,7 @@ def read_calibration(job: QuantizeJob, checkpoint: Checkpoint, spec: ModelSpec) 
             generate.forget()
         raise
     assert tokens is not None
-    return tokens
+    return replace(tokens, notices=(*notices, *tokens.notices))
 
 
 def _kept_writing(job: QuantizeJob, checkpoint: Checkpoint) -> KeptWriting | None:
@@ -169,15 +171,21 @@ def core_estimate(
     spec: ModelSpec,
     grids: Mapping[str, Grid],
     method: str,
+    calibration: CalibrationTokens | None = None,
 ) -> tuple[float, int, list[Notice]]:
-    """(seconds, bytes, notices) of ``run_calibrated``, which is not run. Errors as job.run_core."""
+    """(seconds, bytes, notices) of ``run_calibrated``, which is not run. Errors as job.run_core.
+
+    ``calibration`` is what was read already, of a file.
+    """
+    from edgellm_quantize.calibration import within_context
     from edgellm_quantize.estimates import core_seconds, estimate_notice, tokens_of
     from edgellm_quantize.grids import dequantize
     from edgellm_quantize.job import within_memory
 
-    tokens = tokens_of(job.calibration)
+    fitting, clipped = within_context(job.calibration, spec.context_length)
+    tokens = tokens_of(fitting)
     if job.calibration.source == "file":
-        tokens = read_calibration(job, checkpoint, spec).num_tokens
+        tokens = (calibration or read_calibration(job, checkpoint, spec)).num_tokens
     plan = core_plan(recipe, grids, method)
     plan, _, memory, notices = within_memory(spec, plan, tokens, job.max_memory)
     by_grid: dict[Grid, list[str]] = {}
@@ -188,8 +196,21 @@ def core_estimate(
         (grid, dequantize(checkpoint.weight(names[0])), sum(counts[name] for name in names))
         for grid, names in by_grid.items()
     ]
-    seconds = core_seconds(spec, plan, tokens, min(tokens, job.calibration.sequence_length), probes)
-    return seconds / CORE_SHARE, memory, [*notices, estimate_notice(tokens)]
+    seconds = core_seconds(spec, plan, tokens, min(tokens, fitting.sequence_length), probes)
+    return seconds / CORE_SHARE, memory, [*clipped, *notices, estimate_notice(tokens)]
+
+
+def importance_expected(job: QuantizeJob, inputs: Mapping[str, int]) -> ImportanceMatrix:
+    """A stand-in for ``importance_of_run`` in a dry run: the same entries and names, all columns alike.
+
+    ``inputs`` holds the linears of the blocks and the columns of each.
+    """
+    import numpy as np
+
+    from edgellm_quantize.imatrix_file import ImportanceEntry, ImportanceMatrix
+
+    entries = {name: ImportanceEntry(np.ones(count, np.float32), 1) for name, count in inputs.items()}
+    return ImportanceMatrix(entries, (calibration_name(job),))
 
 
 def importance_of_run(run: CalibratedRun, source: str) -> ImportanceMatrix:

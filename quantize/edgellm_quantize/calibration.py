@@ -6,7 +6,7 @@ import hashlib
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -152,6 +152,22 @@ def calibration_tokens(
     return CalibrationTokens(tuple(sequences), hash_of(sequences), tuple(notices))
 
 
+def within_context(spec: CalibrationSpec, context_length: int) -> tuple[CalibrationSpec, list[Notice]]:
+    """``spec`` with sequences no longer than the ``context_length`` tokens that the model was trained for.
+
+    Behind them positions mean nothing to it, and what its linears read there is none of its usual inputs. A
+    notice says what was clipped.
+    """
+    longest = max(_SHORTEST, context_length)
+    if spec.source == "none" or spec.sequence_length <= longest:
+        return spec, []
+    detail = (
+        f"calibration sequences have {longest:,} tokens, the model's context, not {spec.sequence_length:,}: "
+        "behind it a model's inputs are not those that it was trained for"
+    )
+    return replace(spec, sequence_length=longest), [Notice("sequence_length_clipped", detail)]
+
+
 def hash_of(sequences: Sequence[Sequence[int]]) -> str:
     """SHA-256 of token sequences: 4 bytes little-endian per id, a count before each sequence."""
     digest = hashlib.sha256()
@@ -205,7 +221,8 @@ def _documents(path: Path, templates: ChatTemplates | None) -> list[tuple[str, b
     if path.suffix not in (".jsonl", ".json"):
         return [(part, False) for part in _pieces(text)]
     documents = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    # Not splitlines: JSON strings may hold U+2028, U+0085 and other ends of lines as they are.
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             documents.append(_document(line, f"{path}, line {number}", templates))
     return documents

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from edgellm_models.network.build import LayerLoader
     from edgellm_models.network.layers import LayerWeights
     from edgellm_models.network.plain_block import PlainBatch, PlainBlocks
+    from edgellm_models.network.spec import ModelSpec
 
 STAGES = ("qkv", "attn_output", "gate_up", "ffn_down")
 """The distinct linear inputs of a layer, in the order in which they are computed."""
@@ -60,6 +61,14 @@ def keeps_activated(rows: int, ffn_size: int) -> bool:
     It is more than the stream itself, but without it gate and up, a third of the layer, are computed twice.
     """
     return rows * ffn_size * 4 <= _MOST_KEPT_BYTES
+
+
+def stage_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    """[N, K] of the linears that share each input of a layer, stacked; stages in the order of STAGES."""
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    hidden, ffn = spec.hidden_size, spec.ffn_size
+    shapes = ((q + 2 * kv, hidden), (hidden, q), (2 * ffn, hidden), (hidden, ffn))
+    return dict(zip(STAGES, shapes, strict=True))
 
 
 class Stream:

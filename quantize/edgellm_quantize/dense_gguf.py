@@ -12,9 +12,9 @@ import numpy as np
 from edgellm_models.errors import BadInputError, Notice, UsageError
 from edgellm_quantize.gguf_file import Chunks, PlannedTensor, write_gguf_file
 from edgellm_quantize.gguf_metadata import FILE_TYPES
+from edgellm_quantize.gguf_sizes import tensor_nbytes
 from edgellm_quantize.gguf_source import SourceTensor, open_gguf_source
 
-DENSE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _F16_MAX = 65504.0
 
 
@@ -53,7 +53,7 @@ def write_dense_gguf(source: Path, out: Path, dtype: str) -> DenseGGUFReport:
 
 def plan_dense(tensor: SourceTensor, kind: str) -> PlannedTensor:
     """A tensor of a dense type: F32, F16 or BF16."""
-    nbytes = int(np.prod(tensor.shape)) * DENSE_BYTES[kind]
+    nbytes = tensor_nbytes(tensor.shape, kind)
     return PlannedTensor(tensor.name, tensor.shape, kind, nbytes, partial(_chunks, tensor, kind))
 
 

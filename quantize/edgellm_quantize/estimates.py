@@ -42,17 +42,15 @@ def core_seconds(
     ``probes`` holds each kind of grid in the plan, weights f32 [n, K] of a tensor that gets it (they are
     rounded to learn how long that takes), and how many weights in all get it.
     """
-    from edgellm_quantize.capture import HESSIAN_SHARE, keeps_activated
+    from edgellm_quantize.capture import HESSIAN_SHARE, keeps_activated, stage_shapes
 
     feedback = plan.method != "rtn"
     streams = 2 if feedback and plan.asymmetric_share else 1
-    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    hidden, ffn = spec.hidden_size, spec.ffn_size
-    shapes = ((q + 2 * kv, hidden), (hidden, q), (2 * ffn, hidden), (hidden, ffn))
-    flops = streams * 4.0 * tokens * sequence_length * q  # attention
-    for number, (n, k) in enumerate(shapes):
+    width = spec.num_heads * spec.head_dim
+    flops = streams * 4.0 * tokens * sequence_length * width  # attention
+    for stage, (n, k) in stage_shapes(spec).items():
         # Gate and up run for the input of down, and again to leave the layer where that is not kept.
-        again = number == 2 and not keeps_activated(tokens, ffn)
+        again = stage == "gate_up" and not keeps_activated(tokens, spec.ffn_size)
         flops += streams * 2.0 * tokens * n * k * (2 if again else 1)
         if feedback:
             flops += (streams - 1 + HESSIAN_SHARE) * 2.0 * tokens * k * k

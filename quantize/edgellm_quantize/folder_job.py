@@ -27,6 +27,7 @@ from edgellm_quantize.hf_folder import (
     write_folder,
 )
 from edgellm_quantize.hf_tensors import HFTensors, is_block_linear
+from edgellm_quantize.imatrix_file import no_importance_notice
 from edgellm_quantize.job_place import check_places
 from edgellm_quantize.layer_rounding import uniform_grids
 from edgellm_quantize.packed_layouts import quantization_config, vllm_refusals
@@ -42,6 +43,8 @@ from edgellm_quantize.recipe import (
 )
 
 if TYPE_CHECKING:
+    import torch
+
     from edgellm_models.checkpoint.reader import Checkpoint
     from edgellm_models.network.spec import ModelSpec
     from edgellm_quantize.grids import IntegerGrid
@@ -93,22 +96,50 @@ def _grid(recipe: QuantizeRecipe) -> IntegerGrid:
     return IntegerGrid(recipe.bits, recipe.group_size, recipe.symmetric, min_zero=1 if v1 else 0)
 
 
-def round_without_calibration(tensors: HFTensors, recipe: QuantizeRecipe) -> Rounding:
-    """Round to nearest with the search of scales: needs nothing but the weights."""
+def round_without_calibration(
+    tensors: HFTensors, recipe: QuantizeRecipe, importance: Mapping[str, torch.Tensor] | None = None
+) -> Rounding:
+    """Round to nearest with the search of scales: needs nothing but the weights.
+
+    ``importance`` [K] of some linears weighs the errors of their columns.
+    """
     from edgellm_quantize.rounding import round_nearest
+
+    by_name = importance or {}
 
     grid = _grid(recipe)
 
     def outcome(name: str) -> LayerOutcome:
         start = time.perf_counter()
         weight = tensors.dense(name).float()
-        rounded = round_nearest(weight, grid, None, recipe.preset.scale_candidates)
+        rounded = round_nearest(weight, grid, by_name.get(name), recipe.preset.scale_candidates)
         power = float(weight.square().sum())
         error = float((rounded.values - weight).square().sum()) / power if power else 0.0
         seconds = time.perf_counter() - start
         return LayerOutcome(name, rounded.weight, error, seconds, rounded.method, rounded.notices)
 
     return Rounding(outcome, "rtn")
+
+
+def _column_weights(job: QuantizeJob, tensors: HFTensors) -> tuple[dict[str, torch.Tensor], list[Notice]]:
+    """What the job's importance matrix says of each linear [K], and of how many it says nothing."""
+    import torch
+
+    from edgellm_quantize.imatrix_file import read_imatrix
+    from edgellm_quantize.rounding import importance_of
+
+    if job.imatrix is None:
+        return {}, []
+    matrix, found, without = read_imatrix(job.imatrix), {}, []
+    for name, info in tensors.infos.items():
+        if not is_block_linear(name):
+            continue
+        seen = matrix.column_weights(name, info.shape[1])
+        if seen is None:
+            without.append(name)
+        else:
+            found[name] = importance_of(torch.tensor(seen))
+    return found, no_importance_notice(without)
 
 
 def run_folder_job(job: QuantizeJob, checkpoint: Checkpoint, spec: ModelSpec) -> QuantizeReport:
@@ -119,9 +150,12 @@ def run_folder_job(job: QuantizeJob, checkpoint: Checkpoint, spec: ModelSpec) ->
     recipe = job.recipe
     if recipe.format != "hf":
         recipe = settle_recipe(recipe, tensors, calibrated)
-    if calibrated and (recipe.format == "hf" or recipe.method == "rtn"):
-        raise UsageError(f"a {recipe.format} folder of the method {recipe.method} needs no calibration")
-    notices = [*checkpoint.notices, *_requantize_notice(tensors), *f16_notice(recipe, tensors)]
+    if recipe.format == "hf" and (calibrated or job.imatrix is not None):
+        raise UsageError("a dense folder rounds nothing that calibration or importance could help")
+    if calibrated and job.imatrix is not None:
+        raise UsageError("calibration measures what an importance matrix states: give one of them")
+    importance, without = _column_weights(job, tensors)
+    notices = [*checkpoint.notices, *without, *_requantize_notice(tensors), *f16_notice(recipe, tensors)]
     if not calibrated:
         check_memory(memory_needed(tensors), job.max_memory, "the largest tensor of this model")
     rounding = Rounding(_no_rounding, "copy")
@@ -135,9 +169,12 @@ def run_folder_job(job: QuantizeJob, checkpoint: Checkpoint, spec: ModelSpec) ->
             rounding, tensors, run = _calibrated(job, recipe, checkpoint, spec)
             notices += [*run.core.notices, *run.calibration.notices]
         else:
-            rounding = replace(round_without_calibration(tensors, recipe), method=recipe.method)
+            rounding = round_without_calibration(tensors, recipe, importance)
+            rounding = replace(rounding, method=recipe.method)
     plan = plan_folder(recipe, tensors, rounding.outcome, finished)
     meta = recipe_record(job, recipe, rounding.calibration_hash, rounding.calibration_tokens)
+    if job.imatrix is not None:
+        meta["imatrix"] = job.imatrix.name
     if recipe.format != "hf":
         section = quantization_config(recipe, meta)
         refusals = vllm_refusals(section, plan.linears)

@@ -51,7 +51,7 @@ def write_gguf_file(
     then, and when interrupted, nothing is left behind and an older file of that name is untouched.
     """
     remove_stale_partials(out)
-    check_place(out, sum(_padded(tensor.nbytes) for tensor in tensors), replaces_file=True)
+    check_place(out, sum(padded(tensor.nbytes) for tensor in tensors), replaces_file=True)
     partial = partial_of(out)
     try:
         checksums = _write(partial, metadata, tensors)
@@ -66,7 +66,8 @@ def write_gguf_file(
     return size
 
 
-def _padded(nbytes: int) -> int:
+def padded(nbytes: int) -> int:
+    """Bytes of a tensor with what follows until the next may begin."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 

@@ -16,13 +16,21 @@ from edgellm_quantize.calibrated_run import (
     CORE_SHARE,
     CalibratedRun,
     core_estimate,
+    importance_expected,
     importance_of_run,
     read_calibration,
     refuse_without_calibration,
     run_calibrated,
     save_importance,
 )
-from edgellm_quantize.estimates import ENCODING_BYTES, PROGRAM_BYTES, check_memory, encoding_seconds
+from edgellm_quantize.estimates import (
+    ENCODING_BYTES,
+    PROGRAM_BYTES,
+    check_memory,
+    encoding_seconds,
+    tokens_of,
+)
+from edgellm_quantize.gguf_sizes import tensor_nbytes
 from edgellm_quantize.hf_tensors import is_block_linear
 from edgellm_quantize.job_place import check_places, work_folder_of
 from edgellm_quantize.provenance import calibration_name, recipe_record, source_identity
@@ -33,7 +41,6 @@ from edgellm_quantize.recipe import (
     QuantizeRecipe,
     QuantizeReport,
 )
-from edgellm_quantize.target_size import nbytes
 
 if TYPE_CHECKING:
     from edgellm_models.network.spec import ModelSpec
@@ -132,6 +139,7 @@ def _with_core(job: QuantizeJob, model: GGUFSource) -> QuantizeReport:
         run.calibration.hash,
         run.calibration.num_tokens,
         encode=_Encoder(run),
+        outcome=run.outcome,
         overridden=frozenset(mixture.overridden),
     )
     report = write_planned_gguf(model, job.out, plan, on_progress=_writing_progress(job, CORE_SHARE))
@@ -148,13 +156,28 @@ def _estimated(
     grids: Mapping[str, Grid],
     spec: ModelSpec,
 ) -> QuantizeReport:
-    """The dry run of a calibrated job."""
+    """The dry run of a calibrated job. What a text that is not written yet will say in the file has its size
+    here."""
     from edgellm_quantize.quantized_gguf import QuantizedPlan, write_planned_gguf
 
-    seconds, memory, notices = core_estimate(job, recipe, model.checkpoint, spec, grids, recipe.method)
+    checkpoint = model.checkpoint
+    known = read_calibration(job, checkpoint, spec) if job.calibration.source == "file" else None
+    seconds, memory, notices = core_estimate(job, recipe, checkpoint, spec, grids, recipe.method, known)
     model.notices.extend(notices)
-    plan = QuantizedPlan(mixture.type_name, mixture.tensors, None, recipe.effort, recipe.method)
+    digest, tokens = (known.hash, known.num_tokens) if known else ("0" * 64, tokens_of(job.calibration))
+    inputs = {tensor.name: tensor.shape[-1] for tensor in model.tensors if is_block_linear(tensor.name)}
+    plan = QuantizedPlan(
+        mixture.type_name,
+        mixture.tensors,
+        importance_expected(job, inputs),
+        recipe.effort,
+        recipe.method,
+        recipe_record(job, recipe, digest, tokens),
+        digest,
+        tokens,
+    )
     report = write_planned_gguf(model, job.out, plan, dry_run=True)
+    report = replace(report, calibration_hash=None, calibration_tokens=0)
     return _named(job, replace(report, seconds=seconds, peak_bytes=memory))
 
 
@@ -186,6 +209,7 @@ def _mixture(
         importance=importance,
         sequences=None if calibration is None else calibration.sequences,
         has_feedback=calibration is not None and recipe.method != "rtn",
+        runs_later=calibration is None and job.calibration.source != "none",
         on_progress=lambda done: tell(0.05 * done),
     )
     if depends is not None:
@@ -224,7 +248,7 @@ def _planned_bytes(job: QuantizeJob, model: GGUFSource) -> tuple[int, int]:
         most = math.floor(job.recipe.target_bpw * model.num_weights / 8)
         return most, most
     types = _named_mixture(job, model).tensors
-    sizes = {tensor.name: nbytes(tensor.shape, types[tensor.name]) for tensor in model.tensors}
+    sizes = {tensor.name: tensor_nbytes(tensor.shape, types[tensor.name]) for tensor in model.tensors}
     return sum(sizes.values()), sum(size for name, size in sizes.items() if is_block_linear(name))
 
 
@@ -247,7 +271,7 @@ def _encoding_seconds(model: GGUFSource, mixture: Mixture, effort: str) -> float
         if kind not in GGUF_DENSE_TYPES and kind != tensor.source_type:
             shown.setdefault(kind, tensor)
             weights[kind] += math.prod(tensor.shape)
-        sizes[kind] += nbytes(tensor.shape, kind)
+        sizes[kind] += tensor_nbytes(tensor.shape, kind)
     seconds = sum(sizes.values()) / 200e6
     for kind, tensor in shown.items():
         rows = torch.from_numpy(next(tensor.rows()))

@@ -19,7 +19,7 @@ from edgellm_quantize.hf_tensors import HFTensors, is_block_linear
 from edgellm_quantize.output_place import check_place, output_error, partial_of, remove_stale_partials
 from edgellm_quantize.packed_layouts import check_shape, pack_linear, packed_shapes, quantization_config
 from edgellm_quantize.recipe import LayerOutcome, QuantizedLinear, QuantizeRecipe, TensorReport
-from edgellm_quantize.safetensors_file import SHARD_BYTES, PlannedItem, tensor_bytes, write_shards
+from edgellm_quantize.safetensors_file import SHARD_BYTES, PlannedItem, write_shards
 
 if TYPE_CHECKING:
     import torch
@@ -266,6 +266,7 @@ def report_of(plan: FolderPlan, finished: Mapping[str, LayerOutcome]) -> tuple[T
                 relative_error=outcome.relative_error,
                 seconds=outcome.seconds,
                 method=outcome.method,
+                error_measure=outcome.error_measure,
             )
         reports.append(report)
     return tuple(reports)
@@ -277,6 +278,5 @@ __all__ = [
     "f16_notice",
     "plan_folder",
     "report_of",
-    "tensor_bytes",
     "write_folder",
 ]

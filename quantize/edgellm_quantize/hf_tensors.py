@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from edgellm_models.checkpoint.tensor_names import GGUF_ONLY, hf_name, is_canonical
 from edgellm_models.errors import BadInputError
+from edgellm_quantize.capture import STAGE_STEMS
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from edgellm_quantize.recipe import QuantizedLinear
 
 _GAIN_MINUS_ONE = ("gemma2", "gemma3")
-_LINEAR_STEMS = ("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+_LINEAR_STEMS = frozenset(stem for stems in STAGE_STEMS.values() for stem in stems)
 
 
 def is_block_linear(name: str) -> bool:

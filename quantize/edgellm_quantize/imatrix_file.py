@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from edgellm_models.errors import BadInputError, EdgeLLMError, OutputError
+from edgellm_models.errors import BadInputError, EdgeLLMError, Notice, OutputError
 from edgellm_quantize.gguf_file import PlannedTensor, write_gguf_file
 from edgellm_quantize.gguf_values import array, text, u32
 
 Array = np.ndarray[Any, Any]
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
-_MAX_ENTRIES, _MAX_NAME = 100_000, 1024
+_MAX_ENTRIES, _MAX_NAME, _MAX_DATASET = 100_000, 1024, 1 << 20
+_MAX_COLUMNS = 1 << 24
+"""Of one entry, over all experts of a layer: 256 of 7,168 are 1.8 million."""
+_LEAST_ENTRY = 4 + 1 + 4 + 4 + 4
+"""Bytes of an entry with a name of one letter and one column."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,14 @@ class ImportanceMatrix:
                 "it was made for another model"
             )
         return entry.mean_square
+
+
+def no_importance_notice(names: Sequence[str]) -> list[Notice]:
+    """Of the tensors that a matrix says nothing of; none where there are none."""
+    if not names:
+        return []
+    detail = f"{len(names)} tensors have no importance and are rounded without: {', '.join(names[:5])}"
+    return [Notice("no_importance", detail + (" ..." if len(names) > 5 else ""))]
 
 
 def write_imatrix(out: Path, matrix: ImportanceMatrix) -> int:
@@ -96,10 +109,9 @@ def read_imatrix(path: Path) -> ImportanceMatrix:
     path = Path(path)
     try:
         with path.open("rb") as stream:
-            magic = stream.read(4)
-            if magic != b"GGUF":
-                data = magic + stream.read()
-                return _read_legacy(data, path)
+            if stream.read(4) != b"GGUF":
+                stream.seek(0)
+                return _read_legacy(stream, os.fstat(stream.fileno()).st_size, path)
     except OSError as error:
         raise file_error(path, error) from error
     return _read_gguf(path)
@@ -163,36 +175,50 @@ def _check_values(path: Path, name: str, values: Array) -> None:
         raise BadInputError(f"{path}: {name!r} holds values that are negative or not finite")
 
 
-def _read_legacy(data: bytes, path: Path) -> ImportanceMatrix:
-    """The form before GGUF: count; per entry name, calls, values (means times calls); chunks, dataset."""
-    position = 0
+def _read_legacy(stream: BinaryIO, size: int, path: Path) -> ImportanceMatrix:
+    """The form before GGUF: count; per entry name, calls, values (means times calls); chunks, dataset.
+
+    Each length is checked against what is left of the file before it is read, so that a file of another kind
+    costs as much as its first entry.
+    """
+    refused = f"{path}: this is no importance matrix"
+    left = size
 
     def take(count: int, what: str) -> bytes:
-        nonlocal position
-        if count < 0 or position + count > len(data):
-            raise BadInputError(f"{path}: this is no importance matrix: it ends or breaks off in {what}")
-        position += count
-        return data[position - count : position]
+        nonlocal left
+        if not 0 <= count <= left:
+            raise BadInputError(f"{refused}: it ends or breaks off in {what}")
+        left -= count
+        data = stream.read(count)
+        if len(data) < count:
+            raise BadInputError(f"{refused}: it ends in {what}")
+        return data
 
     def whole(what: str) -> int:
         return int(struct.unpack("<i", take(4, what))[0])
 
     count = whole("the number of entries")
-    if not 1 <= count <= _MAX_ENTRIES:
-        raise BadInputError(f"{path}: this is no importance matrix: it claims {count} entries")
-    entries = {}
+    if not 1 <= count <= _MAX_ENTRIES or count * _LEAST_ENTRY > left:
+        raise BadInputError(f"{refused}: it claims {count} entries")
+    entries: dict[str, ImportanceEntry] = {}
     for index in range(count):
         length = whole(f"entry {index}")
         if not 1 <= length <= _MAX_NAME:
-            raise BadInputError(f"{path}: this is no importance matrix: a name of {length} bytes")
+            raise BadInputError(f"{refused}: a name of {length} bytes")
         name = take(length, "a name").decode("utf-8", "replace")
-        calls, size = whole(f"entry {name!r}"), whole(f"entry {name!r}")
-        values = np.frombuffer(take(4 * size, f"the values of {name!r}"), dtype="<f4")
+        calls, columns = whole(f"entry {name!r}"), whole(f"entry {name!r}")
+        if not 1 <= columns <= _MAX_COLUMNS or name in entries:
+            raise BadInputError(f"{refused}: {name[:80]!r} is there twice or claims {columns} values")
+        values = np.frombuffer(take(4 * columns, f"the values of {name!r}"), dtype="<f4")
         _check_values(path, name, values)
-        entries[name] = ImportanceEntry((values / max(1, calls)).astype(np.float32), max(1, calls))
+        means = np.divide(values, max(1, calls), dtype=np.float32)
+        entries[name] = ImportanceEntry(means, max(1, calls))
     chunks = 0
     datasets: tuple[str, ...] = ()
-    if len(data) - position >= 8:
+    if left >= 8:
         chunks = max(0, whole("the chunks"))
-        datasets = (take(whole("the dataset"), "the dataset").decode("utf-8", "replace"),)
+        length = whole("the dataset")
+        if length > _MAX_DATASET:
+            raise BadInputError(f"{refused}: the name of a dataset of {length} bytes")
+        datasets = (take(length, "the dataset").decode("utf-8", "replace"),)
     return ImportanceMatrix(entries, datasets, chunks, 0)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgellm_models.errors import EdgeLLMError, Notice, ResourceError
 from edgellm_quantize.calibration import CalibrationTokens
-from edgellm_quantize.capture import STAGES, Stream, keeps_activated, open_stream
+from edgellm_quantize.capture import STAGES, Stream, keeps_activated, open_stream, stage_shapes
 from edgellm_quantize.layer_rounding import CorePlan, LayerResult, check_plan, quantize_layer
 from edgellm_quantize.provenance import digest, source_identity
 from edgellm_quantize.recipe import LayerOutcome, LayerStatistics, QuantizedLinear, QuantizeProgress
@@ -43,11 +43,13 @@ class CoreResult:
     folder: WorkFolder
     num_layers: int
     notices: tuple[Notice, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """By canonical weight name, of the linears that this run rounded: files hold no times."""
 
     def layer(self, index: int) -> LayerResult:
         """What came out for one layer."""
         with whole(self.folder.layer_path(index)):
-            return _unpacked(*self.folder.layer(index))
+            return _unpacked(*self.folder.layer(index), self.seconds)
 
     def layers(self) -> Iterator[LayerResult]:
         for index in range(self.num_layers):
@@ -89,14 +91,16 @@ def run_core(
     folder = WorkFolder(work_dir, _fingerprint(checkpoint, plan, calibration, rows), resume=resume)
     clock = _Clock(loader.spec.num_layers, folder.num_done, on_progress, should_stop)
     stream, original = _streams(loader, plan, calibration, rows, folder)
+    seconds: dict[str, float] = {}
     for index in range(folder.num_done, loader.spec.num_layers):
         on_stage = partial(clock.at, index)
         result = quantize_layer(checkpoint, loader, plan, index, stream, original, on_stage)
         tensors, notes = _packed(result)
+        seconds |= {name: outcome.seconds for name, outcome in result.outcomes.items()}
         folder.add(tensors, notes, _state(stream, original))
         checkpoint.release_pages()  # what was read of the mapped file would count as memory to the end
     clock.at(loader.spec.num_layers, 0)
-    return CoreResult(folder, loader.spec.num_layers, tuple(notices))
+    return CoreResult(folder, loader.spec.num_layers, tuple(notices), seconds)
 
 
 class _Clock:
@@ -163,7 +167,7 @@ def estimate_memory(
     tokens = calibration.num_tokens if isinstance(calibration, CalibrationTokens) else calibration
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     hidden, ffn = spec.hidden_size, spec.ffn_size
-    shapes = ((q + 2 * kv, hidden), (hidden, q), (2 * ffn, hidden), (hidden, ffn))
+    shapes = stage_shapes(spec).values()
     layer = 4 * sum(n * k for n, k in shapes)
     feedback = plan.method != "rtn" and tokens is not None
     streams = 2 if feedback and plan.asymmetric_share else 1
@@ -239,6 +243,7 @@ def _packed(result: LayerResult) -> tuple[dict[str, torch.Tensor], dict[str, Any
         weight = outcome.weight
         note: dict[str, Any] = {
             "error": outcome.relative_error,
+            "measure": outcome.error_measure,
             "method": outcome.method,
             "notices": [[notice.kind, notice.detail] for notice in outcome.notices],
         }
@@ -260,7 +265,9 @@ def _packed(result: LayerResult) -> tuple[dict[str, torch.Tensor], dict[str, Any
     return tensors, {"linears": linears, "tokens": tokens}
 
 
-def _unpacked(tensors: Mapping[str, torch.Tensor], notes: Mapping[str, Any]) -> LayerResult:
+def _unpacked(
+    tensors: Mapping[str, torch.Tensor], notes: Mapping[str, Any], seconds: Mapping[str, float]
+) -> LayerResult:
     from edgellm_kernels.weights import BlockLayout, BlockQuantWeight
 
     result = LayerResult()
@@ -278,7 +285,9 @@ def _unpacked(tensors: Mapping[str, torch.Tensor], notes: Mapping[str, Any]) -> 
                 note["bits"],
             )
         notices = tuple(Notice(kind, detail) for kind, detail in note["notices"])
-        result.outcomes[name] = LayerOutcome(name, weight, note["error"], 0.0, note["method"], notices)
+        result.outcomes[name] = LayerOutcome(
+            name, weight, note["error"], seconds.get(name, 0.0), note["method"], notices, note["measure"]
+        )
     for name, tensor in tensors.items():
         if name.endswith("/dense"):
             result.changed[name.removesuffix("/dense")] = tensor

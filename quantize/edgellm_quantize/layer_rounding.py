@@ -13,8 +13,9 @@ from edgellm_quantize.awq import search_scales
 from edgellm_quantize.capture import STAGE_STEMS, STAGES, StageStatistics, Stream, collect
 from edgellm_quantize.folding import CheckpointTensors, expand, fold, source_rows
 from edgellm_quantize.grids import Grid, IntegerGrid, dequantize, f16_scale
+from edgellm_quantize.hf_tensors import is_block_linear
 from edgellm_quantize.overlay import OverlayCheckpoint
-from edgellm_quantize.recipe import LayerOutcome, LayerStatistics, QuantizedLinear
+from edgellm_quantize.recipe import OUTPUT_ERROR, WEIGHT_ERROR, LayerOutcome, LayerStatistics, QuantizedLinear
 from edgellm_quantize.rounding import (
     RoundingOptions,
     asymmetric_target,
@@ -169,6 +170,7 @@ class LayerRounding:
                     seconds * len(matrix) / len(weight),
                     done,
                     tuple(Notice(note.kind, f"{name}: {note.detail}") for note in found.notices),
+                    WEIGHT_ERROR if hessian is None else OUTPUT_ERROR,
                 )
                 self._overlay.replaced[name] = values.contiguous()
             begun = time.monotonic()
@@ -278,12 +280,7 @@ def check_plan(checkpoint: Checkpoint, plan: CorePlan) -> None:
 
 def uniform_grids(checkpoint: Checkpoint, grid: IntegerGrid) -> dict[str, Grid]:
     """The same grid for every linear of every layer."""
-    stems = {stem for stage in STAGES for stem in STAGE_STEMS[stage]}
-    return {
-        name: grid
-        for name in checkpoint.tensors()
-        if name.startswith("blk.") and name.endswith(".weight") and name.split(".")[2] in stems
-    }
+    return {name: grid for name in checkpoint.tensors() if is_block_linear(name)}
 
 
 def _check_finite(checkpoint: Checkpoint, prefix: str) -> None:

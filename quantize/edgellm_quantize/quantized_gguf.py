@@ -12,18 +12,26 @@ from typing import Any
 
 import numpy as np
 
-from edgellm_kernels.ggml_types import GGML_TYPES_BY_NAME
 from edgellm_models.errors import Notice, OutputError
-from edgellm_quantize.dense_gguf import DENSE_BYTES, cast_dense
+from edgellm_quantize.dense_gguf import cast_dense
 from edgellm_quantize.gguf_file import PlannedTensor, write_gguf_file
+from edgellm_quantize.gguf_sizes import file_nbytes, tensor_nbytes
 from edgellm_quantize.gguf_source import GGUFSource, SourceTensor, open_gguf_source
 from edgellm_quantize.gguf_values import GGUFValue, MetadataTable, text, u32
-from edgellm_quantize.imatrix_file import ImportanceMatrix
+from edgellm_quantize.imatrix_file import ImportanceMatrix, no_importance_notice
 from edgellm_quantize.kquant_codec import encode_rows
 from edgellm_quantize.kquant_mix import FILE_TYPE_IDS, Mixture, choose_types, is_quantized
 from edgellm_quantize.process_memory import peak_memory
 from edgellm_quantize.provenance import tool_version
-from edgellm_quantize.recipe import QuantizeProgress, QuantizeReport, TensorReport
+from edgellm_quantize.recipe import (
+    GGUF_DENSE_TYPES,
+    OUTPUT_ERROR,
+    WEIGHT_ERROR,
+    LayerOutcome,
+    QuantizeProgress,
+    QuantizeReport,
+    TensorReport,
+)
 
 Array = np.ndarray[Any, Any]
 
@@ -49,6 +57,8 @@ class QuantizedPlan:
     calibration_tokens: int = 0
     encode: Encode | None = None
     """Codes that something else has chosen (error feedback)."""
+    outcome: Callable[[str], LayerOutcome | None] = lambda name: None
+    """What that says of a tensor by name."""
     overridden: frozenset[str] = frozenset()
 
 
@@ -152,22 +162,23 @@ class _Outcome:
     squares: float = 0.0
     seconds: float = 0.0
     clipped: int = 0
+    output_error: float | None = None
+    """Of what the linear computes, where error feedback knows it."""
 
     @property
     def relative_error(self) -> float | None:
-        if self.method == "copy":
-            return None
+        if self.method == "copy" or self.output_error is not None:
+            return self.output_error
         return self.squared_error / self.squares if self.squares > 0 else 0.0
 
-
-def _nbytes(shape: tuple[int, ...], kind: str) -> int:
-    if kind in DENSE_BYTES:
-        return math.prod(shape) * DENSE_BYTES[kind]
-    return GGML_TYPES_BY_NAME[kind].row_bytes(shape[-1]) * math.prod(shape[:-1])
+    @property
+    def error_measure(self) -> str:
+        return WEIGHT_ERROR if self.output_error is None else OUTPUT_ERROR
 
 
 def _planned_bytes(model: GGUFSource, plan: QuantizedPlan) -> int:
-    return sum(-(-_nbytes(tensor.shape, plan.types[tensor.name]) // 32) * 32 for tensor in model.tensors)
+    tensors = ((tensor.name, tensor.shape, plan.types[tensor.name]) for tensor in model.tensors)
+    return file_nbytes(_metadata(model, plan), tensors)
 
 
 def _plan_tensor(
@@ -179,28 +190,29 @@ def _plan_tensor(
     step: Callable[[SourceTensor, int], None],
 ) -> PlannedTensor:
     kind = plan.types[tensor.name]
+    nbytes = tensor_nbytes(tensor.shape, kind)
 
     def chunks() -> Iterator[Array]:
         start = time.perf_counter()
         outcome = outcomes[tensor.name] = _Outcome("copy" if kind == tensor.source_type else plan.method)
-        if kind in DENSE_BYTES:
+        if kind in GGUF_DENSE_TYPES:
             outcome.method = "copy"
             stream: Iterator[Array] = (cast_dense(rows, kind, tensor.file_name) for rows in tensor.rows())
         elif kind == tensor.source_type and tensor.raw is not None:
             stream = iter(tensor.raw())
         else:
-            stream = _encoded(tensor, kind, plan, weights, outcome)
+            stream = _encoded(tensor, kind, plan, weights, outcome, notices)
         for chunk in stream:
             yield chunk
-            step(tensor, int(chunk.nbytes * math.prod(tensor.shape) / max(1, _nbytes(tensor.shape, kind))))
-        outcome.seconds = time.perf_counter() - start
+            step(tensor, int(chunk.nbytes * math.prod(tensor.shape) / max(1, nbytes)))
+        outcome.seconds += time.perf_counter() - start
         if outcome.clipped:
             detail = (
                 f"tensor {tensor.name}: {outcome.clipped} weights are beyond the range of {kind}: clipped"
             )
             notices.append(Notice("weights_clipped", detail))
 
-    return PlannedTensor(tensor.name, tensor.shape, kind, _nbytes(tensor.shape, kind), chunks)
+    return PlannedTensor(tensor.name, tensor.shape, kind, nbytes, chunks)
 
 
 def _column_weights(model: GGUFSource, plan: QuantizedPlan, notices: list[Notice]) -> dict[str, Array]:
@@ -210,27 +222,35 @@ def _column_weights(model: GGUFSource, plan: QuantizedPlan, notices: list[Notice
     found: dict[str, Array] = {}
     without = []
     for tensor in model.tensors:
-        if plan.types[tensor.name] in DENSE_BYTES:
+        if plan.types[tensor.name] in GGUF_DENSE_TYPES:
             continue
         weights = plan.importance.column_weights(tensor.name, tensor.shape[-1])
         if weights is not None and weights.any():
             found[tensor.name] = weights
         elif tensor.name not in ("token_embd.weight", "output.weight"):  # never in an importance matrix
             without.append(tensor.name)
-    if without:
-        detail = (
-            f"{len(without)} tensors have no importance and are rounded without: {', '.join(without[:5])}"
-        )
-        notices.append(Notice("no_importance", detail + (" ..." if len(without) > 5 else "")))
+    notices.extend(no_importance_notice(without))
     return found
 
 
 def _encoded(
-    tensor: SourceTensor, kind: str, plan: QuantizedPlan, weights: Array | None, outcome: _Outcome
+    tensor: SourceTensor,
+    kind: str,
+    plan: QuantizedPlan,
+    weights: Array | None,
+    outcome: _Outcome,
+    notices: list[Notice],
 ) -> Iterator[Array]:
     """The rows' bytes in a block type, each chunk decoded again and measured."""
     chosen = plan.encode(tensor, kind) if plan.encode is not None else None
-    if chosen is None:
+    rounded = plan.outcome(tensor.name) if chosen is not None else None
+    if rounded is not None:
+        outcome.method, outcome.seconds = rounded.method, rounded.seconds
+        if rounded.error_measure == OUTPUT_ERROR:
+            outcome.output_error = rounded.relative_error
+        notices.extend(rounded.notices)
+        rounded = None  # its weight is as large as the tensor
+    elif chosen is None:
         outcome.method = "rtn"
     for rows in tensor.rows():
         if chosen is None:
@@ -262,8 +282,8 @@ def _say_requantized(model: GGUFSource, plan: QuantizedPlan, notices: list[Notic
     again = [
         tensor
         for tensor in model.tensors
-        if tensor.source_type not in DENSE_BYTES
-        and plan.types[tensor.name] not in (tensor.source_type, *DENSE_BYTES)
+        if tensor.source_type not in GGUF_DENSE_TYPES
+        and plan.types[tensor.name] not in (tensor.source_type, *GGUF_DENSE_TYPES)
         and is_quantized(tensor.name, tensor.shape)
     ]
     if again:
@@ -309,16 +329,18 @@ def _report(
     tensors = []
     for tensor in model.tensors:
         kind = plan.types[tensor.name]
-        outcome = outcomes.get(tensor.name, _Outcome("copy" if kind in DENSE_BYTES else plan.method))
+        outcome = outcomes.get(tensor.name, _Outcome("copy" if kind in GGUF_DENSE_TYPES else plan.method))
+        error = outcome.relative_error if outcomes else None
         tensors.append(
             TensorReport(
                 tensor.name,
                 kind,
                 tensor.shape,
-                _nbytes(tensor.shape, kind),
-                outcome.relative_error if outcomes else None,
+                tensor_nbytes(tensor.shape, kind),
+                error,
                 outcome.seconds,
                 outcome.method,
+                None if error is None else outcome.error_measure,
             )
         )
     return QuantizeReport(

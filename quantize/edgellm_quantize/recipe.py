@@ -30,6 +30,9 @@ TENSOR_TYPES = (
     *GGUF_DENSE_TYPES,
 )
 DTYPES = ("bf16", "f16", "f32")
+WEIGHT_ERROR, OUTPUT_ERROR = "weights", "outputs"
+"""What a relative error measures: ||E||^2 / ||W||^2, or tr(E H E^T) / tr(W H W^T) with the Hessian H of the
+calibration's inputs, so the squared error of what the linear computes from them."""
 GROUP_SIZES = (-1, 16, 32, 64, 128, 256, 512, 1024)
 """What GPTQModel reads; -1 is one group per row. Other tools read 32, 64, 128 and -1."""
 
@@ -104,12 +107,13 @@ class QuantizeRecipe:
     64 and 32 that divides the in_features of every linear. -1: one scale per row."""
     symmetric: bool = True
     """Zero point fixed in the middle. AWQ is asymmetric always."""
-    checkpoint_format: str = "gptq"
-    """Of a GPTQ folder: ``gptq`` (v1: zero points stored minus one) or ``gptq_v2``."""
+    checkpoint_format: str | None = None
+    """Of a GPTQ folder: ``gptq`` (v1: zero points stored minus one) or ``gptq_v2``. None becomes gptq_v2 for
+    3 bits, whose v1 zero points readers decode in two ways, and else gptq, which every reader knows."""
     method: str = "auto"
     """``auto``: gptq where there is calibration, else rtn with a scale search; for awq folders awq. In a GGUF
     file gptq is error feedback on the grids of the block types, whose scales are searched with the measured
-    importance of the columns; rtn with calibration is that search alone."""
+    importance of the columns; rtn with calibration is that search alone, in all formats."""
     effort: str = "default"
     damping: float = 0.05
     """Share of the mean diagonal that is added to the Hessian's diagonal; raised in steps where need be."""
@@ -126,12 +130,15 @@ class QuantizeRecipe:
             object.__setattr__(self, name, getattr(self, name).lower())
         pairs = tuple((pattern, kind.upper()) for pattern, kind in self.tensor_types)
         object.__setattr__(self, "tensor_types", pairs)
+        if self.checkpoint_format is None:
+            version = "gptq_v2" if self.format == "gptq" and self.bits == 3 else "gptq"
+            object.__setattr__(self, "checkpoint_format", version)
         _one_of("format", self.format, FORMATS)
         _one_of("type", self.type, GGUF_TYPES)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("method", self.method, METHODS)
         _one_of("effort", self.effort, EFFORTS)
-        _one_of("checkpoint format", self.checkpoint_format, ("gptq", "gptq_v2"))
+        _one_of("checkpoint format", str(self.checkpoint_format), ("gptq", "gptq_v2"))
         if not 0 < self.damping < 1:
             raise UsageError(f"damping must lie between 0 and 1, not {self.damping}")
         if self.format in ("gptq", "awq", "compressed-tensors"):
@@ -251,11 +258,14 @@ class LayerOutcome:
     """Canonical name of its weight, such as ``blk.3.attn_q.weight``."""
     weight: QuantizedLinear | BlockQuantWeight | DenseWeight
     relative_error: float | None
-    """tr(E H E^T) / tr(W H W^T) with calibration, else ||E||^2 / ||W||^2; None where nothing was rounded."""
+    """See ``error_measure``; None where nothing was rounded."""
     seconds: float
+    """Of this run: 0 where an earlier one did the work."""
     method: str = "rtn"
     """What was done in the end: rtn, gptq, awq+gptq, copy."""
     notices: tuple[Notice, ...] = ()
+    error_measure: str = WEIGHT_ERROR
+    """WEIGHT_ERROR, or OUTPUT_ERROR where error feedback had a Hessian."""
 
 
 @dataclass(frozen=True)
@@ -270,7 +280,10 @@ class TensorReport:
     """With its scales, zero points and group indices."""
     relative_error: float | None = None
     seconds: float = 0.0
+    """Rounding and writing, of this run: what an earlier run did is not counted."""
     method: str = "copy"
+    error_measure: str | None = None
+    """WEIGHT_ERROR or OUTPUT_ERROR; None without an error."""
 
 
 @dataclass(frozen=True)
@@ -325,6 +338,7 @@ class QuantizeReport:
                     "shape": list(tensor.shape),
                     "bytes": tensor.nbytes,
                     "relative_error": tensor.relative_error,
+                    "error_measure": tensor.error_measure,
                     "seconds": round(tensor.seconds, 4),
                     "method": tensor.method,
                 }

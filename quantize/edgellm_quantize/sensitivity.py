@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from edgellm_kernels.ggml_types import GGML_TYPES_BY_NAME
+from edgellm_quantize.gguf_sizes import tensor_nbytes
 from edgellm_quantize.hf_tensors import is_block_linear
-from edgellm_quantize.recipe import GGUF_DENSE_TYPES, TENSOR_TYPES
+from edgellm_quantize.recipe import TENSOR_TYPES
 from edgellm_quantize.type_budget import TypeOption
 
 if TYPE_CHECKING:
@@ -79,14 +80,13 @@ def type_options(
             else importance.column_weights(name, info.shape[-1])
         )
         rows = _sample(dense(checkpoint, name))
-        count, columns = math.prod(info.shape[:-1]), info.shape[-1]
         found = []
-        for kind in candidate_types(columns):
+        for kind in candidate_types(info.shape[-1]):
             error = _F16_ERROR if kind == "F16" else relative_error(rows, kind, weights)
-            found.append(TypeOption(kind, _nbytes(kind, count, columns), error * sensitivity.loss[name]))
+            found.append(TypeOption(kind, tensor_nbytes(info.shape, kind), error * sensitivity.loss[name]))
         if info.type_name in TENSOR_TYPES and info.type_name != "F32":
             found = [option for option in found if option.type_name != info.type_name]
-            found.append(TypeOption(info.type_name, _nbytes(info.type_name, count, columns), 0.0))
+            found.append(TypeOption(info.type_name, tensor_nbytes(info.shape, info.type_name), 0.0))
         options[name] = found
     return options
 
@@ -226,12 +226,6 @@ def _sample(weight: torch.Tensor) -> Array:
     step = max(1, weight.numel() // _SAMPLE_WEIGHTS)
     rows: Array = weight[::step].contiguous().numpy()
     return rows
-
-
-def _nbytes(kind: str, rows: int, columns: int) -> int:
-    if kind in GGUF_DENSE_TYPES:
-        return rows * columns * (4 if kind == "F32" else 2)
-    return rows * GGML_TYPES_BY_NAME[kind].row_bytes(columns)
 
 
 def fits_reference(columns: int) -> bool:

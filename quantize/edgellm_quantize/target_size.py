@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgellm_kernels.ggml_types import GGML_TYPES_BY_NAME
 from edgellm_models.errors import Notice, UsageError
 from edgellm_quantize.feedback_share import feedback_shares
+from edgellm_quantize.gguf_sizes import tensor_nbytes
 from edgellm_quantize.hf_tensors import is_block_linear
 from edgellm_quantize.kquant_mix import FILE_TYPE_IDS, Mixture, is_quantized
-from edgellm_quantize.recipe import GGUF_DENSE_TYPES, TENSOR_TYPES
+from edgellm_quantize.recipe import TENSOR_TYPES
 from edgellm_quantize.sensitivity import (
     Sensitivity,
     measured_sensitivity,
@@ -42,6 +42,7 @@ def choose_for_size(
     importance: ImportanceMatrix | None = None,
     sequences: Sequence[Sequence[int]] | None = None,
     has_feedback: bool = False,
+    runs_later: bool = False,
     on_progress: Callable[[float], None] = lambda done: None,
 ) -> Mixture:
     """The types with the least loss whose tensors together take ``target_bpw`` bits per weight or less.
@@ -52,6 +53,7 @@ def choose_for_size(
         sequences: token ids on which the model shows what an error of each matrix costs; None takes the
             errors of the weights alone, and a notice says so.
         has_feedback: the matrices of the blocks will be rounded with error feedback.
+        runs_later: this is the dry run of a job that has sequences; the notice says so then.
 
     UsageError where even the smallest types take more.
     """
@@ -78,17 +80,13 @@ def choose_for_size(
             sensitivity, share = Sensitivity(after, True), _FEEDBACK_END
     else:
         sensitivity = structural_sensitivity(names, model.shape.num_layers)
-        detail = (
-            "without calibration the model does not run: types are chosen by the error of the weights alone, "
-            "as if all layers mattered alike; a calibration text gives a better choice"
-        )
-        model.notices.append(Notice("sensitivity_not_measured", detail))
+        model.notices.append(_not_measured(runs_later))
     options = type_options(
         checkpoint, names, sensitivity, importance, lambda d: on_progress(share + (1 - share) * d)
     )
     for tensor in model.tensors:
         if tensor.name in fixed:
-            size = nbytes(tensor.shape, fixed[tensor.name])
+            size = tensor_nbytes(tensor.shape, fixed[tensor.name])
             options[tensor.name] = [TypeOption(fixed[tensor.name], size, 0.0)]
     budget = math.floor(target_bpw * model.num_weights / 8)
     least = sum(min(option.nbytes for option in found) for found in options.values())
@@ -102,11 +100,16 @@ def choose_for_size(
     return Mixture(_file_type(model, types), types, (), tuple(pinned))
 
 
-def nbytes(shape: tuple[int, ...], kind: str) -> int:
-    """Bytes of a tensor in a type."""
-    if kind in GGUF_DENSE_TYPES:
-        return math.prod(shape) * (4 if kind == "F32" else 2)
-    return GGML_TYPES_BY_NAME[kind].row_bytes(shape[-1]) * math.prod(shape[:-1])
+def _not_measured(runs_later: bool) -> Notice:
+    alone = "types are chosen by the error of the weights alone, as if all layers mattered alike"
+    if runs_later:
+        detail = (
+            f"the dry run does not run the model: here {alone}; the job will choose by what an error of each "
+            "matrix costs on the calibration text: other types, within the same bits per weight"
+        )
+        return Notice("sensitivity_measured_later", detail)
+    detail = f"without calibration the model does not run: {alone}; a calibration text gives a better choice"
+    return Notice("sensitivity_not_measured", detail)
 
 
 def keep_types(folder: Path, depends: Mapping[str, Any], mixture: Mixture) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _MANIFEST = "manifest.json"
 _KEPT = "kept-{}.json"
 _MOST_KEPT_BYTES = 1 << 30
-_VERSION = 1
+_VERSION = 2
 
 
 def check_work_folder(path: Path, *, resume: bool) -> None:

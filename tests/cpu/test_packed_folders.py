@@ -219,6 +219,81 @@ def test_int_quantized_values(tmp_path: Path) -> None:
     check_values(folder, pack_folder(folder, section, make, bits=8, group=256, asym=False))
 
 
+def compressed_with_order(stem: str, grid: Any, *, asym: bool) -> dict[str, torch.Tensor]:
+    tensors = compressed_tensors(stem, grid, 4, asym=asym)
+    return tensors | {f"{stem}.weight_g_idx": torch.from_numpy(grid.index.astype(np.int32))}
+
+
+@pytest.mark.parametrize("asym", [False, True])
+@pytest.mark.parametrize("actorder", ["group", "GROUP", "dynamic", True])
+def test_compressed_order_is_told_or_refused(tmp_path: Path, actorder: object, asym: bool) -> None:
+    """E04: an order of the columns needs its index; a file without one is not read as if it had no order."""
+    folder = tiny(tmp_path)
+    section = compressed_section(4, asym=asym)
+    section["config_groups"]["group_0"]["weights"]["actorder"] = actorder
+    make = partial(compressed_with_order, asym=asym)
+    check_values(folder, pack_folder(folder, section, make, bits=4, group=32, asym=asym, shuffled=True))
+    tensors = all_tensors(folder)
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if not name.endswith("g_idx")},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
+    with pytest.raises(
+        BadInputError, match=r"_proj': actorder is group, but weight_g_idx.* is missing"
+    ) as error:
+        open_checkpoint(folder)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("actorder", [None, False, "weight", "static"])
+def test_compressed_without_order(tmp_path: Path, actorder: object) -> None:
+    """What orders only how the codes were chosen leaves columns as they are and needs no index."""
+    folder = tiny(tmp_path)
+    section = compressed_section(4, asym=False)
+    section["config_groups"]["group_0"]["weights"]["actorder"] = actorder
+    make = partial(compressed_tensors, bits=4, asym=False)
+    check_values(folder, pack_folder(folder, section, make, bits=4, group=32, asym=False))
+
+
+@pytest.mark.parametrize("layout", ["pack-quantized", "int-quantized"])
+def test_compressed_zero_points_are_there_or_refused(tmp_path: Path, layout: str) -> None:
+    """Asymmetric codes without zero points are not read as symmetric ones; a missing key means symmetric."""
+    folder = tiny(tmp_path)
+    section = compressed_section(8, asym=True) | {"format": layout}
+
+    def make(stem: str, grid: Any) -> dict[str, torch.Tensor]:
+        if layout == "pack-quantized":
+            return compressed_tensors(stem, grid, 8, asym=False)
+        codes = torch.from_numpy((grid.codes - 128).astype(np.int8))
+        return {f"{stem}.weight": codes, f"{stem}.weight_scale": torch.from_numpy(grid.scales)}
+
+    values = pack_folder(folder, section, make, bits=8, group=256, asym=False)
+    with pytest.raises(BadInputError, match=r"symmetric is false, but weight_zero_point.* is missing"):
+        open_checkpoint(folder)
+    del section["config_groups"]["group_0"]["weights"]["symmetric"]
+    edit_config(folder, quantization_config=section)
+    check_values(folder, values)
+
+
+def test_compressed_groups_that_differ(tmp_path: Path) -> None:
+    """A linear is of one of the groups: it may lack what the other speaks of, not what its own does."""
+    folder = tiny(tmp_path)
+    section = compressed_section(4, asym=False)
+    weights = section["config_groups"]["group_0"]["weights"]
+    other = {"targets": ["re:.*down_proj"], "weights": weights | {"symmetric": False}}
+    section["config_groups"]["group_1"] = other
+
+    def make(stem: str, grid: Any) -> dict[str, torch.Tensor]:
+        return compressed_tensors(stem, grid, 4, asym=stem.endswith("down_proj"))
+
+    check_values(folder, pack_folder(folder, section, make, bits=4, group=32, asym=False))
+    weights["num_bits"] = 8
+    edit_config(folder, quantization_config=section)
+    with pytest.raises(BadInputError, match="symmetric is false"):
+        open_checkpoint(folder)
+
+
 def edit_gptq(tensors: dict[str, torch.Tensor], change: str) -> None:
     stem = "model.layers.0.self_attn.o_proj"
     if change == "index too large":
@@ -277,6 +352,14 @@ def test_damaged_linears_are_named(tmp_path: Path, change: str, words: str) -> N
         ({"quant_method": "awq", "bits": 8, "group_size": 32}, "8 bits are not read; 4"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv_fast"}, "'gemv_fast'"),
         ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "'float-quantized'"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "config_groups": {"g": {"weights": {"num_bits": 4, "actorder": "sideways"}}},
+            },
+            "actorder 'sideways'",
+        ),
     ],
 )
 def test_what_is_not_read_is_refused(tmp_path: Path, section: dict[str, Any], words: str) -> None:

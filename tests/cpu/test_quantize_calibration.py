@@ -73,6 +73,25 @@ def test_conversations_go_through_the_models_template(
         _tokens(spec, tokenizer)
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_lines_end_at_line_feeds_alone(tokenizer: Tokenizer, tmp_path: Path, end: str) -> None:
+    """JSON strings may hold every other character at which str.splitlines cuts, raw, and form feeds lie
+    between lines of none."""
+    inside = [chr(code) for code in range(0x20, 0x3000) if len(f"a{chr(code)}b".splitlines()) == 2]
+    assert "\u2028" in inside and "\x85" in inside
+    texts = [f"{PROSE}{character}{PROSE}" for character in inside] + [PROSE]
+    raw, escaped = tmp_path / "raw.jsonl", tmp_path / "escaped.jsonl"
+    raw.write_bytes(
+        end.join(json.dumps({"text": text}, ensure_ascii=False) for text in [*texts, ""]).encode()
+    )
+    escaped.write_text("\n".join(json.dumps({"text": text}) for text in [*texts, ""]))
+    found = [
+        _tokens(CalibrationSpec("file", path, samples=500, sequence_length=64), tokenizer)
+        for path in (raw, escaped)
+    ]
+    assert found[0].sequences == found[1].sequences and len(found[0].sequences) > len(texts)
+
+
 def test_errors_name_the_file_and_the_way_out(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """Too little text is an error, not a bad model."""
     short, binary, lines = tmp_path / "short.txt", tmp_path / "binary.txt", tmp_path / "x.jsonl"

@@ -18,6 +18,9 @@ from edgellm_models.errors import BadInputError, OutputError, UsageError
 from edgellm_models.network import build, read_spec
 from edgellm_quantize import safetensors_file
 from edgellm_quantize.api import quantize_model
+from edgellm_quantize.grids import dequantize
+from edgellm_quantize.hf_tensors import is_block_linear
+from edgellm_quantize.imatrix_file import ImportanceEntry, ImportanceMatrix, read_imatrix, write_imatrix
 from edgellm_quantize.packed_layouts import vllm_refusals
 from edgellm_quantize.recipe import CalibrationSpec, QuantizeJob, QuantizeRecipe, QuantizeReport
 from tests.support.packed_folders import (
@@ -130,6 +133,26 @@ def test_gptq_folders(tmp_path: Path, bits: int, version: int, most: float, symm
     assert report.bits_per_weight == pytest.approx(8 * size / weights) and report.num_weights == weights
 
 
+def test_three_bits_are_written_as_one_version(tmp_path: Path) -> None:
+    """Whoever asks; what is asked for by name is written, and nothing of it shows in other formats."""
+    source = tiny(tmp_path / "source")
+    for bits, asked, version in (
+        (3, None, "gptq_v2"),
+        (3, "gptq", "gptq"),
+        (4, None, "gptq"),
+        (2, None, "gptq"),
+    ):
+        out = tmp_path / f"{bits} {asked}"
+        given = {} if asked is None else {"checkpoint_format": asked}
+        quantize(source, out, format="gptq", bits=bits, group_size=32, **given)
+        section = section_of(out)
+        assert section["checkpoint_format"] == section["format"] == version
+        assert section["meta"]["recipe"]["checkpoint_format"] == version
+        read = partial(gptq_values, bits=bits, version=2 if version == "gptq_v2" else 1)
+        check_against_formula(source, out, read, 0.2)
+    assert QuantizeRecipe(bits=3).checkpoint_format == QuantizeRecipe(format="hf").checkpoint_format == "gptq"
+
+
 def test_awq_and_compressed_folders(tmp_path: Path) -> None:
     """AWQ by its formula (a zero point of 0 is kept: E02), compressed-tensors with and without zeros."""
     source = tiny(tmp_path / "source")
@@ -238,6 +261,72 @@ def test_calibrated_folders(tmp_path: Path, method: str, bits: int, most: float,
     seen = {"source": "text.txt", "sha256": report.calibration_hash, "tokens": 256, "seed": 0}
     assert record == seen
     assert (tmp_path / "seen.gguf").is_file() and not (tmp_path / "out.work").exists()
+
+
+@pytest.mark.parametrize("form", ["gptq", "awq", "compressed-tensors"])
+def test_rounding_to_nearest_weighs_the_columns(form: str, tmp_path: Path) -> None:
+    """With a calibration or an importance matrix the columns that matter are met better, in equal bytes."""
+    source = make_tiny("llama", tmp_path / "source", quantizable=True, num_hidden_layers=1)
+    (tmp_path / "text.txt").write_text("One day a fox met a hen by the old mill. " * 120)
+    spec = CalibrationSpec("file", tmp_path / "text.txt", samples=8, sequence_length=64)
+    recipe = QuantizeRecipe(format=form, method="rtn", effort="fast", group_size=32)
+    seen = tmp_path / "seen.gguf"
+    reports = [
+        quantize_model(QuantizeJob(source, tmp_path / name, recipe, **options))
+        for name, options in (
+            ("plain", {}),
+            ("calibrated", {"calibration": spec, "save_imatrix": seen}),
+            ("weighted", {"imatrix": seen}),
+        )
+    ]
+    assert [report.method for report in reports] == ["rtn"] * 3
+    assert reports[1].calibration_tokens == 512
+    sizes = [[tensor.nbytes for tensor in report.tensors] for report in reports]
+    assert sizes[0] == sizes[1] == sizes[2]
+    matrix = read_imatrix(seen)
+    opened = {report.out.name: open_checkpoint(report.out) for report in reports}
+    original = open_checkpoint(source)
+    for report in reports[0].tensors:
+        if not is_block_linear(report.name):
+            continue
+        weight = dequantize(original.weight(report.name))
+        columns = torch.tensor(matrix.entries[report.name].mean_square)
+        errors = {
+            name: float((columns * (dequantize(checkpoint.weight(report.name)) - weight).square()).sum())
+            for name, checkpoint in opened.items()
+        }
+        assert errors["weighted"] < errors["plain"] and errors["calibrated"] < 1.02 * errors["plain"]
+        if report.name == "blk.0.attn_v.weight":  # its inputs are the same in both ways
+            assert errors["weighted"] == pytest.approx(errors["calibrated"], rel=1e-3)
+    metas = [section_of(report.out)["meta"] for report in reports]
+    assert [meta.get("imatrix") for meta in metas] == [None, None, "seen.gguf"]
+    assert [meta["calibration"] is not None for meta in metas] == [False, True, False]
+
+
+def test_importance_of_another_model_or_of_some_linears(tmp_path: Path) -> None:
+    source = tiny(tmp_path / "source")
+    seen = tmp_path / "seen.gguf"
+    recipe = QuantizeRecipe(format="gptq", effort="fast", group_size=32)
+    columns = open_checkpoint(source).tensors()["blk.0.attn_q.weight"].shape[1]
+    for count, dry_run in ((columns, False), (columns + 1, True)):
+        entry = ImportanceEntry(np.ones(count, np.float32), 5)
+        write_imatrix(seen, ImportanceMatrix({"blk.0.attn_q.weight": entry}))
+        job = QuantizeJob(source, tmp_path / f"{count}", recipe, imatrix=seen, dry_run=dry_run)
+        if count == columns:
+            notices = {notice.kind: notice.detail for notice in quantize_model(job).notices}
+            assert notices["no_importance"].startswith("6 tensors have no importance")
+        else:
+            with pytest.raises(BadInputError, match="made for another model"):
+                quantize_model(job)
+    text = tmp_path / "text.txt"
+    text.write_text("words " * 200)
+    spec = CalibrationSpec("file", text)
+    for options, words in (
+        ({"recipe": recipe, "calibration": spec}, "give one of them"),
+        ({"recipe": QuantizeRecipe(format="hf")}, "a dense folder rounds nothing"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            quantize_model(QuantizeJob(source, tmp_path / "none", imatrix=seen, **options))
 
 
 def test_damaged_weights_are_named_and_nothing_is_left(tmp_path: Path) -> None:

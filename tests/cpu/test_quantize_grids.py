@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
 import torch
 
+from edgellm_kernels.ggml_blocks import dequantize as dequantize_blocks
+from edgellm_kernels.ggml_blocks import encode_q8_0
+from edgellm_kernels.weights import BlockLayout
 from edgellm_models.errors import BadInputError
 from edgellm_quantize.block_grids import GRIDS
-from edgellm_quantize.grids import SMALLEST_SCALE, BlockTypeGrid, Fit, IntegerGrid, dequantize
+from edgellm_quantize.grids import SMALLEST_SCALE, BlockTypeGrid, IntegerGrid, dequantize
 from edgellm_quantize.kquant_codec import encode
+from edgellm_quantize.packed_layouts import pack_linear, packed_shapes
+from edgellm_quantize.recipe import QuantizeRecipe
 from edgellm_quantize.rounding import round_nearest
 
 
@@ -19,32 +25,77 @@ def _normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_w36_five_weights_to_eight_bits() -> None:
-    """W36: symmetric INT8 by the largest weight."""
-    weights = torch.tensor([-0.8, -0.2, 0.1, 0.5, 0.9])[:, None]
-    fit = Fit(torch.tensor([[0.9 / 127]]), torch.zeros(1, 1), -127, 127, None)
-    assert float(fit.scale[0, 0]) == pytest.approx(0.0070866, abs=5e-8)
+W36_WEIGHTS = (-0.8, -0.2, 0.1, 0.5, 0.9)
+W36_CODES = [-113, -28, 14, 71, 127]
+
+
+def test_w36_five_weights_by_the_largest() -> None:
+    """W36, as Q8_0 stores it: the scale is the figure in f16, values and errors are those of that scale."""
+    weights = torch.zeros(1, 32)
+    weights[0, :5] = torch.tensor(W36_WEIGHTS)
+    block = encode_q8_0(weights).numpy()[0]
+    assert float(block[:2].view(np.float16)[0]) == float(np.float16(0.0070866))
+    assert block[2:7].view(np.int8).tolist() == W36_CODES
+    values = dequantize_blocks(torch.from_numpy(block[None]), BlockLayout("Q8_0"), 32)[0, :5]
+    assert values.tolist() == pytest.approx([-0.80079, -0.19843, 0.09921, 0.50315, 0.9], rel=2**-11)
+    assert float((values - weights[0, :5]).abs().max()) == pytest.approx(0.00315, abs=0.5 * 2**-11)
+
+
+@pytest.mark.parametrize("grid", [IntegerGrid(8, 5), BlockTypeGrid("Q8_0")], ids=["integers", "Q8_0"])
+def test_w36_five_weights_by_a_grids_own_fit(grid: IntegerGrid | BlockTypeGrid) -> None:
+    """W36: the same codes, of either sign, at a scale as near as that of 255 steps instead of 254; what a
+    search finds has no larger error."""
+    span = 5 if isinstance(grid, IntegerGrid) else 32
+    weights = torch.zeros(span, 1)
+    weights[:5, 0] = torch.tensor(W36_WEIGHTS)
+    fit = grid.fit(weights, None, 0)
+    sign = 1 if float(fit.scale[0, 0]) > 0 else -1
+    assert sign * float(fit.scale[0, 0]) == pytest.approx(0.0070866, rel=0.005)
     codes = fit.codes(weights)
-    assert codes.flatten().tolist() == [-113, -28, 14, 71, 127]
-    values = fit.decode(codes).flatten()
-    assert values.tolist() == pytest.approx([-0.80079, -0.19843, 0.09921, 0.50315, 0.9], abs=5e-6)
-    assert float((values - weights.flatten()).abs().max()) == pytest.approx(0.00315, abs=5e-6)
+    assert (sign * (codes[:5, 0] - 128)).tolist() == W36_CODES
+    found = grid.fit(weights, None, 60)
+    error = (found.decode(found.codes(weights)) - weights).square().sum()
+    w36 = torch.tensor(W36_CODES) * 0.0070866 - torch.tensor(W36_WEIGHTS)
+    assert float(error) < float(w36.square().sum())
 
 
 def test_w37_w38_true_bits_per_weight() -> None:
-    """W37, W38: scales, zeros and group indices count."""
-    weight = _normal(64, 512)
-    found = round_nearest(weight, IntegerGrid(4, 128), candidates=0).weight
-    scales_share = found.scales.half().nbytes / (found.codes.numel() / 2)  # two codes lie in a byte
-    assert scales_share == 0.03125
-    assert 4096 * 4096 / 128 * 2 == 262_144
-    symmetric, zeros = IntegerGrid(4, 128), IntegerGrid(4, 128, symmetric=False)
-    assert symmetric.bits_per_weight(4096) == 4.125
-    assert zeros.bits_per_weight(4096) == 4.15625
-    assert zeros.bits_per_weight(4096, group_index_rows=4096) == 4.1640625
-    assert IntegerGrid(4, 64, symmetric=False).bits_per_weight(4096) == 4.3125
-    assert IntegerGrid(4, 32, symmetric=False).bits_per_weight(4096) == 4.625
+    """W37, W38: scales, zeros and group indices count, in written tensors and in what is planned."""
+    bytes_of = {"I32": 4, "F16": 2}
+
+    def parts(form: str, bits: int, group: int, *, symmetric: bool = False) -> dict[str, int]:
+        recipe = QuantizeRecipe(format=form, bits=bits, group_size=group, symmetric=symmetric)
+        shapes = packed_shapes(recipe, (4096, 4096))
+        return {
+            name: math.prod(shape) * bytes_of[kind] for name, (kind, shape) in shapes.items() if kind != "I64"
+        }
+
+    def bits_of(found: dict[str, int]) -> float:
+        return 8 * sum(found.values()) / 4096**2
+
+    symmetric = parts("compressed-tensors", 4, 128, symmetric=True)
+    assert symmetric == {"weight_packed": 8 << 20, "weight_scale": 262_144}
+    assert symmetric["weight_scale"] / symmetric["weight_packed"] == 0.03125
+    assert bits_of(symmetric) == 4.125 == IntegerGrid(4, 128).bits_per_weight(4096)
+    assert bits_of(parts("awq", 4, 128)) == 4.15625
+    assert bits_of(parts("gptq", 4, 128)) == 4.1640625
+    assert IntegerGrid(4, 128, symmetric=False).bits_per_weight(4096, group_index_rows=4096) == 4.1640625
+    assert bits_of(parts("awq", 4, 64)) == 4.3125 and bits_of(parts("awq", 4, 32)) == 4.625
+    three = parts("gptq", 3, 128)
+    assert three.pop("g_idx") == 4 * 4096 and round(bits_of(three), 4) == 3.1484
     assert round(IntegerGrid(3, 128, symmetric=False).bits_per_weight(4096), 4) == 3.1484
+
+
+@pytest.mark.parametrize(("form", "bits", "group"), [("gptq", 4, 32), ("gptq", 3, 32), ("awq", 4, 64)])
+def test_planned_shapes_are_those_of_packed_codes(form: str, bits: int, group: int) -> None:
+    """What W37 and W38 count is what packing makes of codes that a grid has chosen."""
+    recipe = QuantizeRecipe(format=form, bits=bits, group_size=group, symmetric=False)
+    grid = IntegerGrid(bits, group, symmetric=False)
+    packed = pack_linear(recipe, round_nearest(_normal(64, 128), grid, candidates=0).weight, "x")
+    shapes = packed_shapes(recipe, (64, 128))
+    assert {name: values.shape for name, values in packed.items()} == {
+        name: shape for name, (_, shape) in shapes.items()
+    }
 
 
 @pytest.mark.parametrize(

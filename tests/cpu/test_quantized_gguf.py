@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -128,9 +130,16 @@ def test_the_file_says_how_it_was_made(tmp_path: Path) -> None:
     assert by_name["blk.1.ffn_up.weight"].type_name == "Q6_K"
     error = by_name["blk.1.ffn_up.weight"].relative_error
     assert error is not None and 0 < error < 1e-3 < by_name["blk.1.attn_q.weight"].relative_error < 1e-2
-    dry = write_quantized_gguf(folder, tmp_path / "none.gguf", "Q4_K_S", dry_run=True)
+    dry = write_quantized_gguf(
+        folder,
+        tmp_path / "none.gguf",
+        "Q4_K_S",
+        importance=matrix,
+        overrides=[("ffn_up", "Q6_K")],
+        dry_run=True,
+    )
     assert not (tmp_path / "none.gguf").exists() and dry.dry_run
-    assert abs(dry.nbytes - report.nbytes) < 0.2 * report.nbytes
+    assert dry.nbytes == report.nbytes == out.stat().st_size
 
 
 def test_a_gguf_source_keeps_its_metadata_and_its_blocks(tmp_path: Path) -> None:
@@ -290,3 +299,43 @@ def test_imatrix_files_round_trip(tmp_path: Path) -> None:
         read_imatrix(old)
     with pytest.raises(BadInputError, match="holds no importance matrix"):
         read_imatrix(real_model("smollm2-135m"))
+
+
+def test_files_of_another_kind_cost_what_their_beginning_does(tmp_path: Path) -> None:
+    """600 MB (sparse) that are no importance matrix, or one with absurd counts, are refused unread."""
+
+    def numbers(*values: int) -> bytes:
+        return np.array(values, "<i4").tobytes()
+
+    name = b"blk.0.ffn_up.weight"
+    entry = numbers(len(name)) + name + numbers(1, 2) + np.ones(2, "<f4").tobytes()
+    beginnings = {
+        "zeros": b"",
+        "text": b"Once upon a time there was a file of words, and it went on and on. ",
+        "safetensors": (1 << 16).to_bytes(8, "little") + b'{"a.weight":{"dtype":"BF16"',
+        "many entries": numbers(99_999) + entry,
+        "negative entries": numbers(-5) + entry,
+        "a long name": numbers(2, 500_000_000),
+        "a negative name": numbers(2, -1),
+        "many columns": numbers(2, len(name)) + name + numbers(1, 100_000_000),
+        "negative columns": numbers(2, len(name)) + name + numbers(1, -4),
+        "no columns": numbers(2, len(name)) + name + numbers(1, 0),
+        "the same name twice": numbers(2) + entry + entry,
+        "a long dataset": numbers(1) + entry + numbers(3, 400_000_000),
+    }
+    path = tmp_path / "matrix.dat"
+    for what, beginning in beginnings.items():
+        path.write_bytes(beginning)
+        os.truncate(path, 600 << 20)
+        tracemalloc.start()
+        try:
+            with pytest.raises(BadInputError, match="no importance matrix") as raised:
+                read_imatrix(path)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert peak < 2 << 20, (what, peak)
+        assert "\n" not in str(raised.value) and len(str(raised.value)) < 400
+    path.write_bytes(numbers(1_000) + entry)  # more entries than there are bytes
+    with pytest.raises(BadInputError, match="claims 1000 entries"):
+        read_imatrix(path)

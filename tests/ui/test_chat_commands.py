@@ -329,6 +329,8 @@ def test_prompts_of_earlier_sessions_come_back(tmp_path: Path) -> None:
     asyncio.run(scenario(None))
     path.write_bytes(b'\xff\n{"a": 1}\n"kept"\n')
     assert load_prompts(path) == ["kept"]
+    path.write_text('"one\u2028question"\n"two\x85"\n', encoding="utf-8")
+    assert load_prompts(path) == ["one\u2028question", "two\x85"]
 
 
 class Library:

@@ -88,7 +88,8 @@ def load_prompts(path: Path | None) -> list[str]:
     except OSError:
         return []
     found = []
-    for line in data.decode("utf-8", "replace").splitlines():
+    # Not splitlines: what others wrote may hold U+2028 within a string, which is no end of a line there.
+    for line in data.decode("utf-8", "replace").split("\n"):
         try:
             value = json.loads(line)
         except ValueError:

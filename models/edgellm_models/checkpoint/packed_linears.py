@@ -10,10 +10,20 @@ from typing import Any
 
 from edgellm_models.checkpoint.safetensors_header import SafeTensor
 from edgellm_models.errors import BadInputError
-from edgellm_models.metadata_values import metadata_int, shown
+from edgellm_models.metadata_values import metadata_bool, metadata_int, shown
 
 _SCALE_DTYPES = ("F16", "BF16", "F32")
 _MAX_GROUP = 1 << 20
+
+
+@dataclass(frozen=True)
+class CompressedScheme:
+    """What one group of a compressed-tensors configuration says of the weights that it is for."""
+
+    bits: int
+    symmetric: bool
+    ordered: bool
+    """Groups are of columns in another order (actorder group), which a weight_g_idx tells."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +44,8 @@ class PackedFormat:
     desc_act: bool = False
     mixed: bool = False
     """Single modules may have other bits and groups than the whole."""
+    schemes: tuple[CompressedScheme, ...] = ()
+    """Of compressed-tensors: each must be one linear's at least; which one's, its tensors tell."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +217,27 @@ def _compressed_sizes(
     if "weight_zero_point" in parts:
         packed_rows = rows if form.method == "int-quantized" else -(-rows * bits // 32)
         _same_shape(parts["weight_zero_point"], (packed_rows, groups), "weight_zero_point", label)
+    _check_scheme(form, bits, parts, label)
     return bits, rows, columns
+
+
+def _check_scheme(form: PackedFormat, bits: int, parts: Mapping[str, SafeTensor], label: str) -> None:
+    """A linear without zero points or an order that its configuration speaks of would decode to other values.
+
+    Where groups of the configuration differ, it must lack nothing of one of them.
+    """
+    lacking = []
+    for scheme in form.schemes:
+        if scheme.bits != bits and len(form.schemes) > 1:
+            continue
+        if not scheme.symmetric and "weight_zero_point" not in parts:
+            lacking.append("symmetric is false, but weight_zero_point, which holds the zero points,")
+        elif scheme.ordered and "weight_g_idx" not in parts:
+            lacking.append("actorder is group, but weight_g_idx, which tells the order of the columns,")
+        else:
+            return
+    if lacking:
+        raise BadInputError(f"{label}: {lacking[0]} is missing")
 
 
 def group_size_of(linear: PackedLinear, groups: int, label: str) -> int:
@@ -285,7 +317,7 @@ def compressed_format(section: Mapping[str, Any], folder: Path) -> PackedFormat:
     if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
         raise BadInputError(f"{where}: sparse weights ({str(sparsity.get('format'))[:40]}) are not read")
     groups = section.get("config_groups")
-    found = set()
+    found: list[CompressedScheme] = []
     for group in groups.values() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None
         if not isinstance(weights, Mapping):
@@ -295,8 +327,21 @@ def compressed_format(section: Mapping[str, Any], folder: Path) -> PackedFormat:
             raise BadInputError(f"{where}: weights of the type {kind!r} are not read")
         if weights.get("strategy") not in ("group", "channel", "tensor", None):
             raise BadInputError(f"{where}: the strategy {str(weights.get('strategy'))[:20]!r} is not read")
-        found.add(metadata_int(weights, "num_bits", minimum=1, maximum=16))
-    return PackedFormat(layout, found.pop() if len(found) == 1 else None, None)
+        bits = metadata_int(weights, "num_bits", minimum=1, maximum=16)
+        symmetric = metadata_bool(weights, "symmetric", True)
+        found.append(CompressedScheme(bits, symmetric, _ordered(weights.get("actorder"), where)))
+    widths = {scheme.bits for scheme in found}
+    return PackedFormat(layout, widths.pop() if len(widths) == 1 else None, None, schemes=tuple(found))
+
+
+def _ordered(actorder: object, where: str) -> bool:
+    """Whether groups are of columns in another order: ``weight`` (static) says only how codes were chosen."""
+    if actorder is None or isinstance(actorder, bool):
+        return bool(actorder)
+    name = str(actorder).lower()
+    if name not in ("group", "dynamic", "weight", "static"):
+        raise BadInputError(f"{where}: actorder {name[:20]!r} is not read; group and weight are")
+    return name in ("group", "dynamic")
 
 
 def _bits_and_group(section: Mapping[str, Any], where: str, allowed: Iterable[int]) -> tuple[int, int]:
