@@ -148,6 +148,7 @@ def _read_back(partial: Path, tensors: Sequence[PlannedTensor], checksums: Seque
             actual = 0
             for chunk in _bytes_of(values):
                 actual = zlib.crc32(chunk, actual)
+                checkpoint.release_pages()  # the whole file would be in memory at its end
             if actual != checksum:
                 raise OutputError(
                     f"tensor {tensor.name} does not read back as it was written: the disk may be faulty"

@@ -153,6 +153,7 @@ def _raw(checkpoint: Checkpoint, info: TensorInfo) -> Chunks:
     step = max(1, CHUNK_WEIGHTS // info.shape[-1])
     for start in range(0, len(data), step):
         yield data[start : start + step].contiguous().view(torch.uint8).numpy()
+        checkpoint.release_pages()  # a table of a gigabyte would be in memory whole before it is written
 
 
 def _model_shape(spec: ModelSpec) -> ModelShape:
@@ -265,6 +266,7 @@ def _rows(checkpoint: Checkpoint, info: TensorInfo, change: _Rearrange) -> Itera
             limit = len(rows) if change.gain_rows is None else max(0, change.gain_rows - start)
             rows[:limit] *= change.gain
         yield rows.contiguous().numpy()
+        checkpoint.release_pages()  # what was read would count as memory until the whole file is written
 
 
 def _values(checkpoint: Checkpoint, info: TensorInfo) -> Callable[[Any], torch.Tensor]:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,8 @@ _SIDE_FILES = (
 """What goes along from a source folder, where it is there."""
 _OLD_QUANTIZATION = ("quantization_config", "compression_config", "quantization")
 _F16_MAX = 65504.0
+_CHUNK_WEIGHTS = 4 << 20
+"""Weights of a dense tensor that are cast at once."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,8 @@ def plan_folder(
             shapes = packed_shapes(recipe, pair)
             linears[name] = pair
             rows = tuple((f"{stem}.{suffix}", kind, dims) for suffix, (kind, dims) in shapes.items())
-            items.append(PlannedItem(rows, partial(_packed, recipe, canonical, name, outcome, finished)))
+            make = partial(_packed, recipe, tensors, canonical, outcome, finished)
+            items.append(PlannedItem(rows, make))
             group = "" if recipe.group_size == -1 else f" g{recipe.group_size}"
             kind_name = f"int{recipe.bits}{group}"
         else:
@@ -123,8 +126,8 @@ def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _packed(
     recipe: QuantizeRecipe,
+    tensors: HFTensors,
     canonical: str,
-    name: str,
     outcome: Callable[[str], LayerOutcome],
     finished: dict[str, LayerOutcome],
 ) -> list[np.ndarray[Any, Any]]:
@@ -134,7 +137,8 @@ def _packed(
 
     found = outcome(canonical)
     assert isinstance(found.weight, QuantizedLinear), type(found.weight)
-    packed = pack_linear(recipe, found.weight, name)
+    packed = pack_linear(recipe, found.weight, tensors.name(canonical))
+    tensors.checkpoint.release_pages()  # what was read would count as memory until the folder is written
     # The weight itself is not kept: a folder may be larger than memory.
     finished[canonical] = replace(found, weight=DenseWeight(_nothing()))
     return list(packed.values())
@@ -148,20 +152,24 @@ def _nothing() -> torch.Tensor:
 
 def _dense(
     tensors: HFTensors, canonical: str, dtype: str, shape: tuple[int, ...]
-) -> list[np.ndarray[Any, Any]]:
+) -> Iterator[np.ndarray[Any, Any]]:
+    """Some rows at a time."""
     import torch
 
+    kind = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[dtype]
     values = tensors.dense(canonical).reshape(shape)
-    if dtype == "F16" and values.numel():
-        largest = float(values.abs().max())
+    step = max(1, _CHUNK_WEIGHTS // max(1, values[:1].numel()))
+    for start in range(0, len(values), step):
+        rows = values[start : start + step]
+        largest = float(rows.abs().max()) if dtype == "F16" and rows.numel() else 0.0
         if largest > _F16_MAX:
             raise BadInputError(
                 f"tensor {tensors.name(canonical)} has the value {largest:g}, too large for f16: "
                 "write another type"
             )
-    kind = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[dtype]
-    cast = values.to(kind).contiguous()
-    return [cast.view(torch.int16).numpy() if kind is torch.bfloat16 else cast.numpy()]
+        cast = rows.to(kind).contiguous()
+        yield cast.view(torch.int16).numpy() if kind is torch.bfloat16 else cast.numpy()
+        tensors.checkpoint.release_pages()
 
 
 def write_folder(
@@ -245,6 +253,7 @@ def _check_reads(folder: Path, plan: FolderPlan) -> None:
                     raise OutputError(f"{report.name} does not read back")
                 if report.type_name.startswith("int"):
                     checkpoint.weight(report.name)
+                    checkpoint.release_pages()
         finally:
             checkpoint.close()
     except OutputError:

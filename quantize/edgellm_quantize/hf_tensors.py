@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from edgellm_quantize.recipe import QuantizedLinear
 
 _GAIN_MINUS_ONE = ("gemma2", "gemma3")
+_CHECKED_WEIGHTS = 4 << 20
+"""Weights that are looked at once: the masks of a large table would be as large as itself."""
 _LINEAR_STEMS = frozenset(stem for stems in STAGE_STEMS.values() for stem in stems)
 
 
@@ -64,13 +66,17 @@ class HFTensors:
             values = prepared.data
         else:
             values = self.checkpoint.vector(canonical)
-        finite = torch.isfinite(values)
-        if not bool(finite.all()):
-            place = [int(index) for index in torch.nonzero(~finite)[0]]
-            raise BadInputError(
-                f"tensor {info.file_name} has the value {float(values[tuple(place)])} at {place}: the "
-                "model is damaged"
-            )
+        step = max(1, _CHECKED_WEIGHTS // max(1, values[:1].numel()))
+        for start in range(0, len(values), step):
+            finite = torch.isfinite(values[start : start + step])
+            if not bool(finite.all()):
+                place = [int(index) for index in torch.nonzero(~finite)[0]]
+                place[0] += start
+                raise BadInputError(
+                    f"tensor {info.file_name} has the value {float(values[tuple(place)])} at {place}: the "
+                    "model is damaged"
+                )
+            self.checkpoint.release_pages()
         return self._rearranged(canonical, values)
 
     def reorder(self, canonical: str, linear: QuantizedLinear) -> QuantizedLinear:

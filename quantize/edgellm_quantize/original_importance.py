@@ -25,6 +25,7 @@ def original_importance(
     (What the core sees while it works is another thing: the inputs behind layers that are rounded already.)
     """
     from edgellm_models.network.build import LayerLoader
+    from edgellm_models.network.hold import give_back_memory
     from edgellm_quantize.capture import STAGE_STEMS, STAGES, collect, open_stream
 
     loader = LayerLoader(checkpoint)
@@ -40,5 +41,7 @@ def original_importance(
                 if checkpoint.has(name):
                     entries[name] = ImportanceEntry(seen.imatrix.numpy(), seen.tokens)
         stream.finish(layer)
+        del layer  # the next would be made beside it
+        give_back_memory()
     lengths = [len(sequence) for sequence in calibration.sequences]
     return ImportanceMatrix(entries, (dataset,), len(lengths), max(lengths))

@@ -28,7 +28,7 @@ class PlannedItem:
     tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
     """(name, safetensors dtype, shape)"""
     make: Callable[[], Iterable[np.ndarray[Any, Any]]]
-    """One array for each, in that order, of the right number of bytes."""
+    """The bytes of each in that order, in one array or in several: a large tensor need not be held whole."""
 
     @property
     def nbytes(self) -> int:
@@ -100,14 +100,19 @@ def _write_shard(
         stream.write(struct.pack("<Q", len(raw)))
         stream.write(raw)
         for item in items:
-            for (name, dtype, shape), array in zip(item.tensors, item.make(), strict=True):
-                data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-                assert data.nbytes == tensor_bytes(dtype, shape), (name, data.nbytes, dtype, shape)
-                begin = stream.tell()
-                stream.write(data)
-                sums.append((name, begin, begin + data.nbytes, zlib.crc32(data)))
-                if on_bytes is not None:
-                    on_bytes(data.nbytes)
+            arrays = iter(item.make())
+            for name, dtype, shape in item.tensors:
+                begin, checksum = stream.tell(), 0
+                end = begin + tensor_bytes(dtype, shape)
+                while stream.tell() < end:
+                    data = np.ascontiguousarray(next(arrays)).reshape(-1).view(np.uint8).data
+                    stream.write(data)
+                    checksum = zlib.crc32(data, checksum)
+                    if on_bytes is not None:
+                        on_bytes(data.nbytes)
+                assert stream.tell() == end, (name, stream.tell(), end, dtype, shape)
+                sums.append((name, begin, end, checksum))
+            assert next(arrays, None) is None, item.tensors
         stream.flush()
         os.fsync(stream.fileno())
     return sums

@@ -151,6 +151,10 @@ class LayerLoader:
         """The output head in the form of the file, the embedding where they are tied: [vocab, hidden]."""
         return self.embedding() if self.spec.tied_embeddings else self._loader._weight("output")
 
+    def release_pages(self) -> None:
+        """Gives back the memory of what was read of the file so far."""
+        self._loader.checkpoint.release_pages()
+
     def output_norm(self) -> torch.Tensor:
         """The gain of the last norm: [hidden]."""
         return self._loader._gain("output_norm")
@@ -365,7 +369,10 @@ class _Loader:
 
     def _prepare(self, weight: LinearWeight, op: str) -> LinearWeight:
         give_back = self.checkpoint.release_pages  # a large table and its copy would be there at once
-        return prepare(weight, self.kernels.device, op, self.hold, self.kernels.dtype, give_back)
+        made = prepare(weight, self.kernels.device, op, self.hold, self.kernels.dtype, give_back)
+        if self.hold == "dense":
+            give_back()  # the floats are a copy
+        return made
 
     def _weight(self, name: str) -> LinearPart:
         weight = self.checkpoint.weight(f"{name}.weight")
