@@ -185,9 +185,12 @@ def core_estimate(
     fitting, clipped = within_context(job.calibration, spec.context_length)
     tokens = tokens_of(fitting)
     if job.calibration.source == "file":
-        tokens = (calibration or read_calibration(job, checkpoint, spec)).num_tokens
+        calibration = calibration or read_calibration(job, checkpoint, spec)
+        tokens = calibration.num_tokens
     plan = core_plan(recipe, grids, method)
-    plan, _, memory, notices = within_memory(spec, plan, tokens, job.max_memory)
+    longest = min(tokens, fitting.sequence_length)
+    known = tokens if calibration is None else calibration
+    plan, _, memory, notices = within_memory(spec, plan, known, job.max_memory, longest)
     by_grid: dict[Grid, list[str]] = {}
     for name, grid in grids.items():
         by_grid.setdefault(grid, []).append(name)
@@ -218,7 +221,7 @@ def importance_of_run(run: CalibratedRun, source: str) -> ImportanceMatrix:
     from edgellm_quantize.imatrix_file import ImportanceEntry, ImportanceMatrix
 
     entries = {
-        name: ImportanceEntry(seen.imatrix.numpy(), seen.tokens)
+        name: ImportanceEntry(seen.imatrix.clone().numpy(), seen.tokens)
         for index in range(run.core.num_layers)
         for name, seen in run.layer(index).imatrix.items()
     }

@@ -166,10 +166,8 @@ def open_stream(loader: LayerLoader, sequences: Sequence[Sequence[int]], rows_pe
 
     embedding = loader.embedding()
     parts = []
-    length = max(len(sequence) for sequence in sequences)
-    step = max(1, rows_per_part // length)
-    for start in range(0, len(sequences), step):
-        chosen = sequences[start : start + step]
+    for taken in part_slices([len(sequence) for sequence in sequences], rows_per_part):
+        chosen = sequences[taken]
         longest = max(len(sequence) for sequence in chosen)
         batch = PlainBatch(tuple(len(sequence) for sequence in chosen), longest)
         ids = torch.zeros((len(chosen), longest), dtype=torch.int64)
@@ -177,7 +175,14 @@ def open_stream(loader: LayerLoader, sequences: Sequence[Sequence[int]], rows_pe
             row[: len(sequence)] = torch.tensor(sequence)
         hidden = loader.kernels.embed(ids.flatten(), embedding, loader.spec.embedding_scale)
         parts.append((batch, hidden))
+    loader.release_pages()
     return Stream(PlainBlocks(loader.spec, loader.kernels), parts)
+
+
+def part_slices(lengths: Sequence[int], rows_per_part: int) -> list[slice]:
+    """Which sequences run together: as many as ``rows_per_part`` holds of the longest, one at least."""
+    step = max(1, rows_per_part // max(lengths))
+    return [slice(start, start + step) for start in range(0, len(lengths), step)]
 
 
 def collect(

@@ -74,6 +74,15 @@ def tokens_of(spec: CalibrationSpec) -> int:
     return spec.samples * spec.sequence_length
 
 
+def activation_bytes(spec: ModelSpec, rows: int, length: int) -> int:
+    """What running ``rows`` rows of sequences of ``length`` through a layer takes beside its weights."""
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    total = rows * (2 * spec.hidden_size + 2 * (q + 2 * kv) + 4 * spec.ffn_size) * 4
+    if spec.attention_softcap is not None:  # scores are kept, four times while they are capped
+        total += 16 * spec.num_heads * length**2
+    return total
+
+
 def check_memory(needed: int, max_memory: int | None, what: str) -> None:
     """ResourceError where ``max_memory`` is less than what the job needs and cannot do without."""
     if max_memory is not None and needed > max_memory:

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
     from edgellm_models.checkpoint.reader import Checkpoint
 
-_TOKENS = 8192
+TOKENS = 8192
 """Of which a quarter is kept apart to judge: feedback does better on what it was fitted to."""
-_ROWS_PER_PART = 4096
+ROWS_PER_PART = 4096
 
 
 def feedback_shares(
@@ -22,35 +22,45 @@ def feedback_shares(
     names: Sequence[str],
     sequences: Sequence[Sequence[int]],
     on_progress: Callable[[float], None] = lambda done: None,
+    rows_per_part: int = ROWS_PER_PART,
 ) -> dict[str, float]:
     """Of each block matrix in ``names``: its output's error after feedback over that without, 1 at most.
 
     Small where the inputs are much alike (attention reads the normed stream), near a half where they are not.
     Measured on some layers with the type that sensitivities are measured with; interpolated between them.
+    ``rows_per_part`` rows of the tokens run through a layer at once.
     """
     from edgellm_models.network.build import LayerLoader
+    from edgellm_models.network.hold import give_back_memory
     from edgellm_quantize.capture import STAGE_STEMS, STAGES, collect, open_stream
 
     loader = LayerLoader(checkpoint)
     chosen = sampled_layers(loader.spec.num_layers)
     fitted_to, judged_on = _parts(sequences)
-    streams = [open_stream(loader, part, _ROWS_PER_PART) for part in (fitted_to, judged_on)]
+    streams = [open_stream(loader, part, rows_per_part) for part in (fitted_to, judged_on)]
     measured: dict[str, float] = {}
     for index in range(loader.spec.num_layers):
         on_progress(index / loader.spec.num_layers)
-        layer = loader.layer(index)
         if index not in chosen:
+            layer = loader.layer(index)
             for stream in streams:
                 stream.forward(layer, index)
+            del layer
             continue
         for stage in STAGES:
             members = [f"blk.{index}.{stem}.weight" for stem in STAGE_STEMS[stage]]
             members = [n for n in members if n in names and fits_reference(checkpoint.tensors()[n].shape[-1])]
+            layer = loader.layer(index)
             seen = [collect(stage, index, s, layer, hessian=bool(members)).input.hessian for s in streams]
+            del layer  # it has no room beside the matrices of rounding
             for name in members:
                 measured[name] = _share(dense(checkpoint, name), *seen)
+            del seen
+            give_back_memory()
+        layer = loader.layer(index)
         for stream in streams:
             stream.finish(layer)
+        del layer
     return filled(measured, names, loader.spec.num_layers)
 
 
@@ -69,7 +79,7 @@ def _share(weight: torch.Tensor, fitted_to: torch.Tensor | None, judged_on: torc
 
 def _parts(sequences: Sequence[Sequence[int]]) -> tuple[list[Sequence[int]], list[Sequence[int]]]:
     """Three quarters and one quarter of some sequences, spread over all of them; one alone is both."""
-    wanted = max(4, _TOKENS // max(1, max(map(len, sequences))))
+    wanted = max(4, TOKENS // max(1, max(map(len, sequences))))
     shown = list(sequences[:: max(1, len(sequences) // wanted)])[:wanted]
     judged: Sequence[int] = range(3, len(shown), 4) or [len(shown) - 1]
     fitted_to = [sequence for i, sequence in enumerate(shown) if i not in judged]

@@ -156,8 +156,7 @@ def run_folder_job(job: QuantizeJob, checkpoint: Checkpoint, spec: ModelSpec) ->
         raise UsageError("calibration measures what an importance matrix states: give one of them")
     importance, without = _column_weights(job, tensors)
     notices = [*checkpoint.notices, *without, *_requantize_notice(tensors), *f16_notice(recipe, tensors)]
-    if not calibrated:
-        check_memory(memory_needed(tensors), job.max_memory, "the largest tensor of this model")
+    check_memory(memory_needed(tensors), job.max_memory, "the largest tensor of this model")
     rounding = Rounding(_no_rounding, "copy")
     finished: dict[str, LayerOutcome] = {}
     refuse_without_calibration(job, calibrated)
@@ -185,7 +184,8 @@ def run_folder_job(job: QuantizeJob, checkpoint: Checkpoint, spec: ModelSpec) ->
         seconds, memory = _probe_seconds(tensors, recipe, plan), memory_needed(tensors)
         if calibrated:
             grids = uniform_grids(checkpoint, _grid(recipe))
-            seconds, memory, more = core_estimate(job, recipe, checkpoint, spec, grids, recipe.method)
+            seconds, core, more = core_estimate(job, recipe, checkpoint, spec, grids, recipe.method)
+            memory = max(memory, core)
             notices += more
         return _report(job, recipe, plan, rounding, {}, estimated, seconds, memory, notices)
     total = write_folder(
@@ -233,7 +233,8 @@ def _calibrated(
     )
     overlay = OverlayCheckpoint(checkpoint)
     for index in range(run.core.num_layers):
-        overlay.replaced.update(run.layer(index).changed)
+        changed = run.layer(index).changed
+        overlay.replaced.update({name: value.clone() for name, value in changed.items()})
     tensors = HFTensors(overlay, spec)
 
     def outcome(name: str) -> LayerOutcome:

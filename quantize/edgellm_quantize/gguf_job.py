@@ -16,6 +16,7 @@ from edgellm_quantize.calibrated_run import (
     CORE_SHARE,
     CalibratedRun,
     core_estimate,
+    core_plan,
     importance_expected,
     importance_of_run,
     read_calibration,
@@ -45,11 +46,13 @@ from edgellm_quantize.recipe import (
 if TYPE_CHECKING:
     from edgellm_models.network.spec import ModelSpec
     from edgellm_quantize.calibration import CalibrationTokens
+    from edgellm_quantize.choosing_memory import Choosing
     from edgellm_quantize.gguf_source import GGUFSource, SourceTensor
     from edgellm_quantize.grids import Grid
     from edgellm_quantize.imatrix_file import ImportanceMatrix
     from edgellm_quantize.kquant_mix import Mixture
 
+_WRITING_BYTES = ENCODING_BYTES + PROGRAM_BYTES
 _CHOOSING_SHARE = 0.3
 """Of a job without calibration that chooses types."""
 
@@ -85,7 +88,7 @@ def _from_weights(job: QuantizeJob, model: GGUFSource, importance: ImportanceMat
     recipe = job.recipe
     if not job.dry_run:
         check_places(job, _planned_bytes(job, model)[0])
-    needed = ENCODING_BYTES + PROGRAM_BYTES
+    needed = _WRITING_BYTES
     check_memory(needed, job.max_memory, "encoding a few rows at a time")
     tell = _phase(job, "reading", 0.0, _CHOOSING_SHARE)
     mixture = _mixture(job, model, importance, None, tell)
@@ -118,13 +121,17 @@ def _with_core(job: QuantizeJob, model: GGUFSource) -> QuantizeReport:
     recipe = replace(job.recipe, method="rtn" if job.recipe.method == "rtn" else "gptq")
     checkpoint = model.checkpoint
     spec = read_spec(checkpoint.file_format, checkpoint.metadata, checkpoint.tensors())
+    check_memory(_WRITING_BYTES, job.max_memory, "encoding a few rows at a time")
     if not job.dry_run:
         check_places(job, *_planned_bytes(job, model), spec.hidden_size)
     calibration = None if job.dry_run else read_calibration(job, checkpoint, spec)
-    mixture = _mixture(job, model, None, calibration, _phase(job, "calibrating", 0.0, 1.0))
+    choosing = _choosing(job, recipe, spec, calibration)
+    mixture = _mixture(job, model, None, calibration, _phase(job, "calibrating", 0.0, 1.0), choosing)
     grids = _grids(model, mixture, recipe.effort)
     if calibration is None:
-        return _estimated(job, recipe, model, mixture, grids, spec)
+        report = _estimated(job, recipe, model, mixture, grids, spec)
+        needed = 0 if choosing is None else choosing.nbytes
+        return replace(report, peak_bytes=max(report.peak_bytes, needed, _WRITING_BYTES))
     run = run_calibrated(job, recipe, checkpoint, spec, grids, recipe.method, calibration)
     model.notices.extend((*run.core.notices, *run.calibration.notices))
     importance = importance_of_run(run, calibration_name(job))
@@ -187,6 +194,7 @@ def _mixture(
     importance: ImportanceMatrix | None,
     calibration: CalibrationTokens | None,
     tell: Callable[[float], None],
+    choosing: Choosing | None = None,
 ) -> Mixture:
     """The types of all tensors: the mixture's, or what the target of bits per weight allows."""
     from edgellm_quantize.target_size import choose_for_size, keep_types, kept_types
@@ -197,7 +205,7 @@ def _mixture(
         model.notices.extend(mixture.notices())
         return mixture
     folder = work_folder_of(job)
-    depends = None if calibration is None else _choice_depends(job, model, calibration)
+    depends = None if calibration is None else _choice_depends(job, model, calibration, choosing)
     if job.resume and depends is not None:
         kept = kept_types(folder, depends, {tensor.name: tensor.shape for tensor in model.tensors})
         if kept is not None:
@@ -207,11 +215,10 @@ def _mixture(
         recipe.target_bpw,
         pinned={name: mixture.tensors[name] for name in mixture.overridden},
         importance=importance,
-        sequences=None if calibration is None else calibration.sequences,
-        has_feedback=calibration is not None and recipe.method != "rtn",
-        runs_later=calibration is None and job.calibration.source != "none",
         on_progress=lambda done: tell(0.05 * done),
+        **_measuring(calibration, choosing),
     )
+    model.notices.extend(() if choosing is None else choosing.notices)
     if depends is not None:
         keep_types(folder, depends, mixture)
     return mixture
@@ -230,7 +237,9 @@ def _named_mixture(job: QuantizeJob, model: GGUFSource) -> Mixture:
     )
 
 
-def _choice_depends(job: QuantizeJob, model: GGUFSource, calibration: CalibrationTokens) -> dict[str, Any]:
+def _choice_depends(
+    job: QuantizeJob, model: GGUFSource, calibration: CalibrationTokens, choosing: Choosing | None
+) -> dict[str, Any]:
     """What chosen types follow from, as plain values."""
     recipe = job.recipe
     return source_identity(model.checkpoint) | {
@@ -239,6 +248,7 @@ def _choice_depends(job: QuantizeJob, model: GGUFSource, calibration: Calibratio
         "method": recipe.method,
         "effort": recipe.effort,
         "calibration": calibration.hash,
+        "measured": None if choosing is None else [choosing.measured, choosing.feedback, choosing.rows],
     }
 
 
@@ -250,6 +260,39 @@ def _planned_bytes(job: QuantizeJob, model: GGUFSource) -> tuple[int, int]:
     types = _named_mixture(job, model).tensors
     sizes = {tensor.name: tensor_nbytes(tensor.shape, types[tensor.name]) for tensor in model.tensors}
     return sum(sizes.values()), sum(size for name, size in sizes.items() if is_block_linear(name))
+
+
+def _choosing(
+    job: QuantizeJob, recipe: QuantizeRecipe, spec: ModelSpec, calibration: CalibrationTokens | None
+) -> Choosing | None:
+    """How types are chosen for a target within the memory that the job has; None without a target.
+
+    ResourceError where the work that follows does not fit: before any is done.
+    """
+    from edgellm_quantize.choosing_memory import choosing_within_memory
+    from edgellm_quantize.job import within_memory
+
+    plan = core_plan(recipe, {}, recipe.method)
+    if calibration is not None:
+        plan, *_ = within_memory(spec, plan, calibration, job.max_memory)
+    if recipe.target_bpw is None:
+        return None
+    return choosing_within_memory(spec, feedback=plan.method != "rtn", max_memory=job.max_memory)
+
+
+def _measuring(calibration: CalibrationTokens | None, choosing: Choosing | None) -> dict[str, Any]:
+    """What ``choose_for_size`` is to do with the calibration."""
+    if choosing is None:
+        return {}
+    if not choosing.measured:
+        return {"lacks_memory": True}
+    if calibration is None:
+        return {"runs_later": True}
+    return {
+        "sequences": calibration.sequences,
+        "has_feedback": choosing.feedback,
+        "feedback_rows": choosing.rows,
+    }
 
 
 def _named(job: QuantizeJob, report: QuantizeReport) -> QuantizeReport:

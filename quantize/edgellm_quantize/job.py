@@ -10,8 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgellm_models.errors import EdgeLLMError, Notice, ResourceError
+from edgellm_models.network.hold import give_back_memory
 from edgellm_quantize.calibration import CalibrationTokens
-from edgellm_quantize.capture import STAGES, Stream, keeps_activated, open_stream, stage_shapes
+from edgellm_quantize.capture import (
+    STAGES,
+    Stream,
+    keeps_activated,
+    open_stream,
+    part_slices,
+    stage_shapes,
+)
+from edgellm_quantize.estimates import activation_bytes
 from edgellm_quantize.layer_rounding import CorePlan, LayerResult, check_plan, quantize_layer
 from edgellm_quantize.provenance import digest, source_identity
 from edgellm_quantize.recipe import LayerOutcome, LayerStatistics, QuantizedLinear, QuantizeProgress
@@ -100,6 +109,8 @@ def run_core(
         folder.add(tensors, notes, _state(stream, original))
         checkpoint.release_pages()  # what was read of the mapped file would count as memory to the end
     clock.at(loader.spec.num_layers, 0)
+    del stream, original
+    give_back_memory()  # what comes next, writing, would begin on top of it
     return CoreResult(folder, loader.spec.num_layers, tuple(notices), seconds)
 
 
@@ -161,12 +172,19 @@ def _state(stream: Stream | None, original: Stream | None) -> dict[str, torch.Te
 
 
 def estimate_memory(
-    spec: ModelSpec, plan: CorePlan, calibration: CalibrationTokens | int | None, rows: int
+    spec: ModelSpec, plan: CorePlan, calibration: CalibrationTokens | int | None, rows: int, longest: int = 1
 ) -> int:
-    """Bytes that a job takes at its peak. ``calibration`` is the tokens, or how many there will be."""
-    tokens = calibration.num_tokens if isinstance(calibration, CalibrationTokens) else calibration
-    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    hidden, ffn = spec.hidden_size, spec.ffn_size
+    """Bytes that a job takes at its peak. ``calibration`` is the tokens, or how many there will be.
+
+    ``longest``: tokens of the longest sequence, where the tokens themselves do not say it. A sequence runs
+    whole, so it counts where it is more than ``rows``.
+    """
+    tokens = calibration if not isinstance(calibration, CalibrationTokens) else calibration.num_tokens
+    if isinstance(calibration, CalibrationTokens):
+        lengths = [len(sequence) for sequence in calibration.sequences]
+        parts = [lengths[taken] for taken in part_slices(lengths, rows)]
+        tokens, longest = sum(len(part) * max(part) for part in parts), max(lengths)  # with what pads
+    q, hidden, ffn = spec.num_heads * spec.head_dim, spec.hidden_size, spec.ffn_size
     shapes = stage_shapes(spec).values()
     layer = 4 * sum(n * k for n, k in shapes)
     feedback = plan.method != "rtn" and tokens is not None
@@ -182,7 +200,7 @@ def estimate_memory(
     square = max(k for _, k in shapes) ** 2 * 4 if feedback else 0
     collecting = (streams + 1) * layer + streams * square
     if tokens is not None:
-        collecting += rows * (2 * hidden + 2 * (q + 2 * kv) + 4 * ffn) * 4
+        collecting += activation_bytes(spec, max(rows, longest), longest)
     total = _PROGRAM_BYTES + max(collecting, layer + rounding)
     if tokens is not None:
         kept = ffn if keeps_activated(tokens, ffn) else 0
@@ -191,14 +209,18 @@ def estimate_memory(
 
 
 def within_memory(
-    spec: ModelSpec, plan: CorePlan, calibration: CalibrationTokens | int | None, max_memory: int | None
+    spec: ModelSpec,
+    plan: CorePlan,
+    calibration: CalibrationTokens | int | None,
+    max_memory: int | None,
+    longest: int = 1,
 ) -> tuple[CorePlan, int, int, list[Notice]]:
     """The plan that keeps ``max_memory``, rows that run at once, bytes, and notices of what was left out."""
     rows = _ROWS_PER_PART
     notices: list[Notice] = []
     if max_memory is None:
-        return plan, rows, estimate_memory(spec, plan, calibration, rows), notices
-    while estimate_memory(spec, plan, calibration, rows) > max_memory:
+        return plan, rows, estimate_memory(spec, plan, calibration, rows, longest), notices
+    while estimate_memory(spec, plan, calibration, rows, longest) > max_memory:
         if rows > _LEAST_ROWS:
             rows //= 2
         elif plan.asymmetric_share and plan.method != "rtn":
@@ -210,12 +232,12 @@ def within_memory(
             detail = "weights are rounded to nearest without error feedback: max-memory holds no Hessian"
             notices.append(Notice("error_feedback_left_out", detail))
         else:
-            needed = estimate_memory(spec, plan, calibration, rows)
+            needed = estimate_memory(spec, plan, calibration, rows, longest)
             raise ResourceError(
                 f"max-memory {max_memory / 2**20:,.0f} MiB: one layer of this model needs "
                 f"{needed / 2**20:,.0f} MiB even without error feedback: allow more, or calibrate with less"
             )
-    return plan, rows, estimate_memory(spec, plan, calibration, rows), notices
+    return plan, rows, estimate_memory(spec, plan, calibration, rows, longest), notices
 
 
 def _fingerprint(

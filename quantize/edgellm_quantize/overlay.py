@@ -12,18 +12,20 @@ from edgellm_models.errors import Notice
 if TYPE_CHECKING:
     import torch
 
-    from edgellm_kernels.weights import LinearPart
+    from edgellm_kernels.weights import BlockQuantWeight, LinearPart
 
 
 class OverlayCheckpoint:
     """Implements reader.Checkpoint: ``base`` with f32 tensors put over its own, in the base's conventions
 
-    (row order, stored norm gains). ``replaced`` may be changed between reads.
+    (row order, stored norm gains). ``replaced`` may be changed between reads; ``encoded`` does the same with
+    matrices that are kept as blocks, an eighth of the memory.
     """
 
     def __init__(self, base: Checkpoint, replaced: dict[str, torch.Tensor] | None = None) -> None:
         self.base = base
         self.replaced = {} if replaced is None else replaced
+        self.encoded: dict[str, BlockQuantWeight] = {}
         self.path: Path = base.path
         self.file_format: str = base.file_format
         self.architecture: str = base.architecture
@@ -40,6 +42,8 @@ class OverlayCheckpoint:
     def weight(self, name: str) -> LinearPart:
         from edgellm_kernels.weights import DenseWeight
 
+        if name in self.encoded:
+            return self.encoded[name]
         found = self.replaced.get(name)
         return self.base.weight(name) if found is None else DenseWeight(found)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from edgellm_quantize.type_budget import TypeOption
 if TYPE_CHECKING:
     import torch
 
+    from edgellm_kernels.weights import BlockQuantWeight, LinearPart
     from edgellm_models.checkpoint.reader import Checkpoint
     from edgellm_models.network.build import LayerLoader
     from edgellm_quantize.capture import Stream
@@ -29,13 +30,15 @@ _SAMPLE_WEIGHTS = 1 << 19
 """Weights of a tensor that are encoded to learn the error of a type."""
 REFERENCE = "Q4_0"
 """The type whose loss is measured; small errors cost in proportion, so other types follow from theirs."""
-_TOKENS = 512
+TOKENS = 512
 _LENGTH = 128
-_SCORED_EVERY = 2
+SCORED_EVERY = 2
 """Of the tokens that run, how many have their logits compared: a large vocabulary costs more than layers."""
-_LAYERS = 8
+LAYERS = 8
 """Layers whose tensors are measured; those between are interpolated."""
-_HEAD_ROWS = 64
+HEAD_ROWS = 64
+STRIP_WEIGHTS = 64 << 20
+"""Weights of a matrix that are rounded at once: every linear of an 8B model, but not its embedding."""
 _F16_ERROR = 2.0**-24
 _WIDE = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0")
 _NARROW = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
@@ -79,7 +82,7 @@ def type_options(
             if importance is None or sensitivity.measured
             else importance.column_weights(name, info.shape[-1])
         )
-        rows = _sample(dense(checkpoint, name))
+        rows = _sample(checkpoint, name)
         found = []
         for kind in candidate_types(info.shape[-1]):
             error = _F16_ERROR if kind == "F16" else relative_error(rows, kind, weights)
@@ -108,6 +111,7 @@ def measured_sensitivity(
     them and few layers are in memory.
     """
     from edgellm_models.network.build import LayerLoader
+    from edgellm_models.network.hold import give_back_memory
     from edgellm_quantize.capture import open_stream
     from edgellm_quantize.overlay import OverlayCheckpoint
 
@@ -115,21 +119,19 @@ def measured_sensitivity(
     count = loader.spec.num_layers
     chosen = sampled_layers(count)
     shown = _short(sequences)
-    base = open_stream(loader, shown, _TOKENS)
+    base = open_stream(loader, shown, TOKENS)
     rounded, errors = OverlayCheckpoint(checkpoint), {}
     variants: dict[str, Stream] = {}
 
-    def replace(name: str) -> LayerLoader:
-        weight = dense(checkpoint, name)
-        values = _rounded(weight.numpy(), REFERENCE)
-        errors[name] = float(np.square(values - weight.numpy()).sum() / max(1e-30, weight.square().sum()))
-        rounded.replaced = {name: _as_tensor(values)}
+    def replaced(name: str) -> LayerLoader:
+        weight, errors[name] = _reference(checkpoint, name)
+        rounded.encoded = {name: weight}
         return LayerLoader(rounded)
 
     fitting = [name for name in names if fits_reference(checkpoint.tensors()[name].shape[-1])]
     heads = [name for name in fitting if not is_block_linear(name)]
     if "token_embd.weight" in heads:
-        variants["token_embd.weight"] = open_stream(replace("token_embd.weight"), shown, _TOKENS)
+        variants["token_embd.weight"] = open_stream(replaced("token_embd.weight"), shown, TOKENS)
     for index in range(count):
         on_progress(index / (count + 1))
         layer = loader.layer(index)
@@ -141,12 +143,16 @@ def measured_sensitivity(
             for name in fitting:
                 if name.startswith(f"blk.{index}."):
                     variants[name] = before.copy()
-                    variants[name].forward(replace(name).layer(index), index)
+                    variants[name].forward(replaced(name).layer(index), index)
+        del layer  # the next would be made beside it
+        give_back_memory()
     on_progress(count / (count + 1))
     if "output.weight" in heads:
-        replace("output.weight")  # for its error; the stream before it is the model's own
+        replaced("output.weight")  # for its error; the stream before it is the model's own
         variants["output.weight"] = base.copy()
+    rounded.encoded = {}
     states = {name: _scored(stream) for name, stream in variants.items()}
+    variants.clear()
     losses = _divergences(loader, checkpoint, _scored(base), states, rounded_head=_head_name(loader))
     per_error = {name: max(loss, 1e-12) / max(errors[name], 1e-12) for name, loss in losses.items()}
     return Sensitivity(filled(per_error, names, count), True)
@@ -161,32 +167,42 @@ def _divergences(
 ) -> dict[str, float]:
     """Mean KL(base || state) of every variant; the one that is named ``rounded_head`` has a rounded head."""
     from edgellm_kernels.weights import DenseWeight
+    from edgellm_models.network.hold import give_back_memory
+    from edgellm_quantize.grids import dequantize
 
     kernels, norm = loader.kernels, loader.output_norm()
-    head = dense(checkpoint, rounded_head)
-    heads = {False: DenseWeight(head)}
-    if rounded_head in states:
-        heads[True] = DenseWeight(_as_tensor(_rounded(head.numpy(), REFERENCE)))
 
-    def logs(hidden: torch.Tensor, rounded: bool) -> torch.Tensor:
+    def logs(hidden: torch.Tensor, head: DenseWeight) -> torch.Tensor:
         prepared, _ = kernels.add_rms_norm(None, hidden, norm, loader.spec.rms_eps)
-        return kernels.lm_head(prepared, heads[rounded], loader.spec.final_softcap).float().log_softmax(-1)
+        return kernels.lm_head(prepared, head, loader.spec.final_softcap).float().log_softmax(-1)
 
     losses = dict.fromkeys(states, 0.0)
-    for start in range(0, len(base), _HEAD_ROWS):
-        rows = slice(start, start + _HEAD_ROWS)
-        wanted = logs(base[rows], False)
+    parts = [slice(start, start + HEAD_ROWS) for start in range(0, len(base), HEAD_ROWS)]
+    head = DenseWeight(dense(checkpoint, rounded_head))
+    kept: list[torch.Tensor] = []  # what the rounded head is compared with: there is no room for both heads
+    for rows in parts:
+        wanted = logs(base[rows], head)
         shares = wanted.exp()
         for name, state in states.items():
-            losses[name] += float((shares * (wanted - logs(state[rows], name == rounded_head))).sum())
+            if name != rounded_head:
+                losses[name] += float((shares * (wanted - logs(state[rows], head))).sum())
+        if rounded_head in states:
+            kept.append(wanted)
+    del head
+    if rounded_head in states:
+        give_back_memory()
+        head = DenseWeight(dequantize(_reference(checkpoint, rounded_head)[0]))
+        for rows, wanted in zip(parts, kept, strict=True):
+            rounded = logs(states[rounded_head][rows], head)
+            losses[rounded_head] += float((wanted.exp() * (wanted - rounded)).sum())
     return {name: loss / len(base) for name, loss in losses.items()}
 
 
 def sampled_layers(count: int) -> list[int]:
     """The first, the last and evenly spaced ones between, about eight."""
-    if count <= _LAYERS:
+    if count <= LAYERS:
         return list(range(count))
-    return sorted({round(i * (count - 1) / (_LAYERS - 1)) for i in range(_LAYERS)})
+    return sorted({round(i * (count - 1) / (LAYERS - 1)) for i in range(LAYERS)})
 
 
 def relative_error(rows: Array, kind: str, importance: Array | None) -> float:
@@ -208,23 +224,54 @@ def _rounded(rows: Array, kind: str, importance: Array | None = None) -> Array:
     return decoded
 
 
-def _as_tensor(values: Array) -> torch.Tensor:
+def _reference(checkpoint: Checkpoint, name: str) -> tuple[BlockQuantWeight, float]:
+    """A matrix in the reference type, as the fast search makes it, and its relative squared error."""
     import torch
 
-    return torch.from_numpy(values)
+    from edgellm_kernels.weights import BlockLayout, BlockQuantWeight
+    from edgellm_quantize.grids import dequantize
+    from edgellm_quantize.kquant_codec import encode_rows
+
+    stored = checkpoint.weight(name)
+    count, columns = checkpoint.tensors()[name].shape
+    step = max(1, STRIP_WEIGHTS // columns)
+    encoded, layout = [], BlockLayout(REFERENCE)
+    above: Any = np.float32(0)
+    below: Any = torch.zeros(())
+    for start in range(0, count, step):
+        weight = _picked(stored, slice(start, start + step))
+        encoded.append(torch.from_numpy(encode_rows(weight.numpy(), REFERENCE, None, "fast").data))
+        difference = dequantize(BlockQuantWeight(encoded[-1], layout, columns)).sub_(weight).numpy()
+        above += np.square(difference, out=difference).sum()
+        del difference
+        below += weight.square().sum()
+        checkpoint.release_pages()
+    data = encoded[0] if len(encoded) == 1 else torch.cat(encoded)
+    return BlockQuantWeight(data, layout, columns), float(above / max(1e-30, below))
 
 
 def dense(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     """f32 of a matrix, whatever it is stored in."""
+    made = _picked(checkpoint.weight(name), slice(None))
+    checkpoint.release_pages()
+    return made
+
+
+def _picked(weight: LinearPart, rows: slice) -> torch.Tensor:
+    """f32 of some rows; the others are not decoded where that can be."""
+    from edgellm_kernels.weights import BlockQuantWeight, DenseWeight
     from edgellm_quantize.grids import dequantize
 
-    return dequantize(checkpoint.weight(name)).float().contiguous()
+    if isinstance(weight, DenseWeight | BlockQuantWeight):
+        return dequantize(replace(weight, data=weight.data[rows].contiguous())).float()
+    return dequantize(weight)[rows].float().contiguous()
 
 
-def _sample(weight: torch.Tensor) -> Array:
+def _sample(checkpoint: Checkpoint, name: str) -> Array:
     """Rows spread over the whole matrix."""
-    step = max(1, weight.numel() // _SAMPLE_WEIGHTS)
-    rows: Array = weight[::step].contiguous().numpy()
+    step = max(1, math.prod(checkpoint.tensors()[name].shape) // _SAMPLE_WEIGHTS)
+    rows: Array = _picked(checkpoint.weight(name), slice(None, None, step)).numpy()
+    checkpoint.release_pages()
     return rows
 
 
@@ -239,14 +286,14 @@ def _head_name(loader: LayerLoader) -> str:
 
 def _short(sequences: Sequence[Sequence[int]]) -> list[Sequence[int]]:
     """The beginnings of some sequences, spread over all of them."""
-    step = max(1, len(sequences) * _LENGTH // _TOKENS)
-    return [sequence[:_LENGTH] for sequence in sequences[::step]][: _TOKENS // _LENGTH]
+    step = max(1, len(sequences) * _LENGTH // TOKENS)
+    return [sequence[:_LENGTH] for sequence in sequences[::step]][: TOKENS // _LENGTH]
 
 
 def _scored(stream: Stream) -> torch.Tensor:
     import torch
 
-    return torch.cat(stream.real_state())[::_SCORED_EVERY]
+    return torch.cat(stream.real_state())[::SCORED_EVERY]
 
 
 def filled(measured: Mapping[str, float], names: Sequence[str], num_layers: int) -> dict[str, float]:

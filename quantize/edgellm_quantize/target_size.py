@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgellm_models.errors import Notice, UsageError
-from edgellm_quantize.feedback_share import feedback_shares
+from edgellm_quantize.feedback_share import ROWS_PER_PART, feedback_shares
 from edgellm_quantize.gguf_sizes import tensor_nbytes
 from edgellm_quantize.hf_tensors import is_block_linear
 from edgellm_quantize.kquant_mix import FILE_TYPE_IDS, Mixture, is_quantized
@@ -42,7 +42,9 @@ def choose_for_size(
     importance: ImportanceMatrix | None = None,
     sequences: Sequence[Sequence[int]] | None = None,
     has_feedback: bool = False,
+    feedback_rows: int = ROWS_PER_PART,
     runs_later: bool = False,
+    lacks_memory: bool = False,
     on_progress: Callable[[float], None] = lambda done: None,
 ) -> Mixture:
     """The types with the least loss whose tensors together take ``target_bpw`` bits per weight or less.
@@ -52,8 +54,10 @@ def choose_for_size(
         importance: weights of the columns in the errors, where no sequences are given.
         sequences: token ids on which the model shows what an error of each matrix costs; None takes the
             errors of the weights alone, and a notice says so.
-        has_feedback: the matrices of the blocks will be rounded with error feedback.
+        has_feedback: the matrices of the blocks will be rounded with error feedback. What it leaves is
+            measured with ``feedback_rows`` rows at once.
         runs_later: this is the dry run of a job that has sequences; the notice says so then.
+        lacks_memory: there are sequences, but the model cannot run within max-memory.
 
     UsageError where even the smallest types take more.
     """
@@ -70,7 +74,11 @@ def choose_for_size(
         sensitivity = measured_sensitivity(checkpoint, names, sequences, lambda d: on_progress(share * d))
         if has_feedback:
             shares = feedback_shares(
-                checkpoint, names, sequences, lambda d: on_progress(share + (_FEEDBACK_END - share) * d)
+                checkpoint,
+                names,
+                sequences,
+                lambda d: on_progress(share + (_FEEDBACK_END - share) * d),
+                feedback_rows,
             )
             # A lookup by row, and what follows the last block, get no feedback: a bit buys more there.
             after = {
@@ -80,7 +88,7 @@ def choose_for_size(
             sensitivity, share = Sensitivity(after, True), _FEEDBACK_END
     else:
         sensitivity = structural_sensitivity(names, model.shape.num_layers)
-        model.notices.append(_not_measured(runs_later))
+        model.notices.append(_not_measured(runs_later, lacks_memory))
     options = type_options(
         checkpoint, names, sensitivity, importance, lambda d: on_progress(share + (1 - share) * d)
     )
@@ -100,7 +108,7 @@ def choose_for_size(
     return Mixture(_file_type(model, types), types, (), tuple(pinned))
 
 
-def _not_measured(runs_later: bool) -> Notice:
+def _not_measured(runs_later: bool, lacks_memory: bool) -> Notice:
     alone = "types are chosen by the error of the weights alone, as if all layers mattered alike"
     if runs_later:
         detail = (
@@ -108,7 +116,10 @@ def _not_measured(runs_later: bool) -> Notice:
             "matrix costs on the calibration text: other types, within the same bits per weight"
         )
         return Notice("sensitivity_measured_later", detail)
-    detail = f"without calibration the model does not run: {alone}; a calibration text gives a better choice"
+    why, remedy = "without calibration the model does not run", "a calibration text"
+    if lacks_memory:
+        why, remedy = "max-memory does not hold the model at work", "more memory"
+    detail = f"{why}: {alone}; {remedy} gives a better choice"
     return Notice("sensitivity_not_measured", detail)
 
 
