@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from edgellm_models.errors import OutputError
 from edgellm_quantize.recipe import QuantizeJob, QuantizeReport
 
 
@@ -11,14 +10,20 @@ def quantize_model(job: QuantizeJob) -> QuantizeReport:
 
     The output appears under its name only when it is whole and has been read back. Raises UsageError for a
     job that makes no sense, BadInputError for a damaged source, NotFoundError for a missing one,
-    ResourceError where the memory does not suffice, OutputError where the output cannot be written.
+    ResourceError where the memory does not suffice, OutputError where the output cannot be written, and where
+    a file or folder is in its way.
     """
+    from edgellm_quantize.given_paths import check_given_paths
+
+    check_given_paths(job)
+    return _run(job)
+
+
+def _run(job: QuantizeJob) -> QuantizeReport:
     from edgellm_models.checkpoint import open_checkpoint
     from edgellm_models.network import read_spec
     from edgellm_quantize.folder_job import run_folder_job
 
-    if job.out.exists() or job.out.is_symlink():
-        raise OutputError(f"{job.out}: this exists already: choose another name or remove it first")
     if job.recipe.format == "gguf":
         from edgellm_quantize.gguf_job import run_gguf_job
 

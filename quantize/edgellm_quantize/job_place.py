@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from edgellm_models.errors import UsageError
 from edgellm_quantize.estimates import tokens_of
 from edgellm_quantize.output_place import check_place, check_space, remove_stale_partials
 from edgellm_quantize.recipe import QuantizeJob
@@ -30,19 +29,15 @@ def check_places(job: QuantizeJob, nbytes: int, layer_bytes: int = 0, hidden_siz
     Raises:
         OutputError: a place that is missing, taken, closed or too small.
         BadInputError: a work folder that is not this job's to use, or holds nothing to resume.
-        UsageError: two outputs of one name.
     """
     remove_stale_partials(job.out)
     check_place(job.out, 0)
     needs = [(job.out, nbytes)]
     imatrix = job.save_imatrix
-    if imatrix is not None:
-        if imatrix.absolute() == job.out.absolute():
-            raise UsageError(f"{imatrix}: the model and its importance matrix cannot have one name")
-        # A folder that is an output takes the matrix in once it is there.
-        if job.recipe.format == "gguf" or imatrix.parent.absolute() != job.out.absolute():
-            remove_stale_partials(imatrix)
-            check_place(imatrix, 0, replaces_file=True)
+    # A folder that is an output takes the matrix in once it is there.
+    if imatrix is not None and imatrix.parent.resolve() != job.out.resolve():
+        remove_stale_partials(imatrix)
+        check_place(imatrix, 0)
     if job.calibration.source != "none":
         work = work_folder_of(job)
         check_work_folder(work, resume=job.resume)

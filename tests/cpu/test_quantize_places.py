@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from edgellm_models.errors import BadInputError, EdgeLLMError, OutputError, UsageError
+from edgellm_models.errors import BadInputError, EdgeLLMError, OutputError
 from edgellm_quantize import output_place
 from edgellm_quantize.api import quantize_model
 from edgellm_quantize.output_place import check_space
@@ -65,9 +65,9 @@ CASES: list[tuple[Callable[[QuantizeJob, Path], QuantizeJob], type[EdgeLLMError]
     (
         lambda job, folder: replace(job, save_imatrix=folder / "model"),
         OutputError,
-        "model: this is a folder, a file name is needed",
+        "model: this exists already",
     ),
-    (lambda job, folder: replace(job, save_imatrix=job.out), UsageError, "cannot have one name"),
+    (lambda job, folder: replace(job, save_imatrix=job.out), OutputError, "cannot have one name"),
     (lambda job, folder: replace(job, work_dir=folder / "model"), BadInputError, "holds other files"),
     (
         lambda job, folder: replace(job, work_dir=folder / "model" / "config.json"),
