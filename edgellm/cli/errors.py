@@ -40,10 +40,10 @@ def one_line(text: str) -> str:
 
 def report(error: BaseException) -> int:
     """Tells the user what went wrong and returns the exit code."""
-    if isinstance(error, KeyboardInterrupt | click.Abort):
-        return INTERRUPTED
-    if isinstance(error, Terminated):
-        return TERMINATED
+    if isinstance(error, KeyboardInterrupt | click.Abort | Terminated):
+        for note in getattr(error, "__notes__", ()):  # what a command has to say of its end
+            _say(note)
+        return TERMINATED if isinstance(error, Terminated) else INTERRUPTED
     if isinstance(error, BrokenPipeError):
         silence_streams()
         return BROKEN_PIPE

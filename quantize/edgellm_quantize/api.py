@@ -10,13 +10,16 @@ def quantize_model(job: QuantizeJob) -> QuantizeReport:
 
     The output appears under its name only when it is whole and has been read back. Raises UsageError for a
     job that makes no sense, BadInputError for a damaged source, NotFoundError for a missing one,
-    ResourceError where the memory does not suffice, OutputError where the output cannot be written, and where
-    a file or folder is in its way.
+    ResourceError where the memory does not suffice, OutputError where the output cannot be written, where a
+    file or folder is in its way, and where a new run would throw finished layers away.
     """
     from edgellm_quantize.given_paths import check_given_paths
+    from edgellm_quantize.kept_work import refuse_to_discard, telling_what_is_kept
 
     check_given_paths(job)
-    return _run(job)
+    refuse_to_discard(job)
+    with telling_what_is_kept(job):
+        return _run(job)
 
 
 def _run(job: QuantizeJob) -> QuantizeReport:

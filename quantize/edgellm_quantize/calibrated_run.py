@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from edgellm_models.errors import BadInputError, Notice, UsageError
 from edgellm_quantize.job_place import work_folder_of
+from edgellm_quantize.kept_work import clear_work
 from edgellm_quantize.provenance import calibration_name, source_identity
 from edgellm_quantize.recipe import LayerOutcome, QuantizeJob, QuantizeProgress, QuantizeRecipe
 
@@ -36,8 +36,8 @@ class CalibratedRun:
     core: CoreResult
     calibration: CalibrationTokens
     work_dir: Path
-    keep: bool
-    """The user named the work folder: it stays."""
+    named: bool
+    """The user named the work folder: it stays, without what the job made in it."""
     _layer: tuple[int, LayerResult] | None = None
 
     def outcome(self, name: str) -> LayerOutcome | None:
@@ -54,9 +54,8 @@ class CalibratedRun:
         return self._layer[1]
 
     def clean_up(self) -> None:
-        """Remove the work folder once the output is there."""
-        if not self.keep:
-            shutil.rmtree(self.work_dir, ignore_errors=True)
+        """Take the unfinished work away once the output is there."""
+        clear_work(self.work_dir, named=self.named)
 
 
 def read_calibration(job: QuantizeJob, checkpoint: Checkpoint, spec: ModelSpec) -> CalibrationTokens:

@@ -97,7 +97,11 @@ def run_core(
     check_plan(checkpoint, plan)
     loader = LayerLoader(checkpoint)
     plan, rows, _, notices = within_memory(loader.spec, plan, calibration, max_memory)
-    folder = WorkFolder(work_dir, _fingerprint(checkpoint, plan, calibration, rows), resume=resume)
+    num_layers = loader.spec.num_layers
+    named = _fingerprint(checkpoint, plan, calibration, rows) | {"layers": num_layers}
+    folder = WorkFolder(work_dir, named, resume=resume)
+    if resume:
+        notices.append(_resumed(folder, num_layers))
     clock = _Clock(loader.spec.num_layers, folder.num_done, on_progress, should_stop)
     stream, original = _streams(loader, plan, calibration, rows, folder)
     seconds: dict[str, float] = {}
@@ -112,6 +116,15 @@ def run_core(
     del stream, original
     give_back_memory()  # what comes next, writing, would begin on top of it
     return CoreResult(folder, loader.spec.num_layers, tuple(notices), seconds)
+
+
+def _resumed(folder: WorkFolder, num_layers: int) -> Notice:
+    """From where an interrupted run is gone on with."""
+    done = folder.num_done
+    detail = f"went on with layer {done + 1} of {num_layers}; finished before: {done}"
+    if done >= num_layers:
+        detail = f"all {num_layers} layers were finished before: only the output was left to write"
+    return Notice("resumed", detail)
 
 
 class _Clock:

@@ -88,7 +88,7 @@ def check_space(out: Path, needs: Iterable[tuple[Path, int]], what: str = "") ->
 def output_error(out: Path, error: OSError) -> OutputError:
     """One line for a failed write."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return OutputError(f"{out}: no space left on the device while writing; nothing was kept")
+        return OutputError(f"{out}: no space left on the device while writing; nothing of it was left there")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return OutputError(f"{out}: writing in {out.parent} is not permitted ({error.strerror})")
     return OutputError(f"{out}: cannot be written: {error.strerror or error}")

@@ -252,7 +252,5 @@ def _output_error(path: Path, error: OSError) -> OutputError:
         free = 0
         with contextlib.suppress(OSError):
             free = shutil.disk_usage(path).free
-        return OutputError(
-            f"{path}: no space left ({free:,} bytes are free): make room and resume, what is finished is kept"
-        )
+        return OutputError(f"{path}: no space left ({free:,} bytes are free): make room")
     return OutputError(f"{path}: the work folder cannot be written: {error.strerror or error}")

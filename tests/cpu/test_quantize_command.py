@@ -101,19 +101,6 @@ def test_calibrated_from_the_command_line(
     assert left == {"text.txt", "gptq", "out.gguf", "seen.gguf", "second.gguf", "awq"}
 
 
-def test_resume_gives_the_same_bytes(source: Path, tmp_path: Path) -> None:
-    """E16: what was finished is taken up again; another job's work is refused."""
-    (tmp_path / "text.txt").write_text("A fox met a hen by the old mill, and they talked. " * 60)
-    arguments = ["--calibration", tmp_path / "text.txt", "--samples", "4", "--sequence-length", "32"]
-    arguments += ["--effort", "fast", "--group-size", "32", "--work-dir", tmp_path / "work"]
-    assert quantize(source, tmp_path / "out", "--bits", "4", *arguments) == 0
-    (tmp_path / "out").rename(tmp_path / "first")
-    assert quantize(source, tmp_path / "out", "--bits", "4", "--resume", *arguments) == 0
-    for path in (tmp_path / "first").iterdir():
-        assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes(), path.name
-    assert quantize(source, tmp_path / "other", "--bits", "8", "--resume", *arguments) == 65
-
-
 def test_own_writing_continues_prompts(source: Path) -> None:
     generate = own_writing(source)
     first = generate([[5, 9], [7]], 6, 3)

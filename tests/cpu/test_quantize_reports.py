@@ -19,6 +19,7 @@ from edgellm_quantize.capture import open_stream
 from edgellm_quantize.grids import dequantize
 from edgellm_quantize.hf_tensors import is_block_linear
 from edgellm_quantize.recipe import CalibrationSpec, QuantizeJob, QuantizeRecipe, QuantizeReport
+from tests.support.quantize_runs import interrupt
 from tests.support.tiny_models import make_tiny
 
 TEXT = "A fox met a hen by the old mill, and they talked of 7 x 6 = 42. " * 120
@@ -131,8 +132,10 @@ def test_what_an_earlier_run_rounded_took_no_time_in_this_one(
     model: Path, text: CalibrationSpec, tmp_path: Path
 ) -> None:
     job = QuantizeJob(model, tmp_path / "a", QuantizeRecipe(format="gptq", effort="fast"), text)
-    first = quantize_model(replace(job, work_dir=tmp_path / "work"))
-    again = quantize_model(replace(job, out=tmp_path / "b", work_dir=tmp_path / "work", resume=True))
+    first = quantize_model(job)
+    job = replace(job, out=tmp_path / "b")
+    interrupt(job, "writing")
+    again = quantize_model(replace(job, resume=True))
     for before, after in zip(first.tensors, again.tensors, strict=True):
         assert after.seconds == 0 and (before.seconds > 0) == is_block_linear(before.name)
         assert (after.relative_error, after.error_measure) == (before.relative_error, before.error_measure)
