@@ -83,7 +83,7 @@ def run_gguf_job(job: QuantizeJob) -> QuantizeReport:
 
 def _from_weights(job: QuantizeJob, model: GGUFSource, importance: ImportanceMatrix | None) -> QuantizeReport:
     """Scales searched for the weights alone, or with the importance that a file states."""
-    from edgellm_quantize.quantized_gguf import QuantizedPlan, plain_recipe, write_planned_gguf
+    from edgellm_quantize.quantized_gguf import QuantizedPlan, write_planned_gguf
 
     recipe = job.recipe
     if not job.dry_run:
@@ -92,9 +92,7 @@ def _from_weights(job: QuantizeJob, model: GGUFSource, importance: ImportanceMat
     check_memory(needed, job.max_memory, "encoding a few rows at a time")
     tell = _phase(job, "reading", 0.0, _CHOOSING_SHARE)
     mixture = _mixture(job, model, importance, None, tell)
-    record = plain_recipe(mixture, recipe.effort, importance, recipe.tensor_types)
-    if recipe.target_bpw is not None:
-        record["target_bpw"] = recipe.target_bpw
+    record = recipe_record(job, replace(recipe, method="rtn"), None, 0)
     plan = QuantizedPlan(
         mixture.type_name,
         mixture.tensors,

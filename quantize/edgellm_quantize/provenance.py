@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from edgellm_quantize.recipe import QuantizeJob, QuantizeRecipe
@@ -65,7 +64,8 @@ def recipe_record(
         }
     return {
         "quantizer": [f"edgellm:{tool_version()}"],
-        "recipe": asdict(recipe),
+        "recipe": recipe.record(),
         "calibration": calibration,
+        "imatrix": None if job.imatrix is None else job.imatrix.name,
         "source": job.source.name,
     }

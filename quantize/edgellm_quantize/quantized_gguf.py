@@ -20,15 +20,17 @@ from edgellm_quantize.gguf_source import GGUFSource, SourceTensor, open_gguf_sou
 from edgellm_quantize.gguf_values import GGUFValue, MetadataTable, text, u32
 from edgellm_quantize.imatrix_file import ImportanceMatrix, no_importance_notice
 from edgellm_quantize.kquant_codec import encode_rows
-from edgellm_quantize.kquant_mix import FILE_TYPE_IDS, Mixture, choose_types, is_quantized
+from edgellm_quantize.kquant_mix import FILE_TYPE_IDS, choose_types, is_quantized
 from edgellm_quantize.process_memory import peak_memory
-from edgellm_quantize.provenance import tool_version
+from edgellm_quantize.provenance import recipe_record, tool_version
 from edgellm_quantize.recipe import (
     GGUF_DENSE_TYPES,
     OUTPUT_ERROR,
     WEIGHT_ERROR,
     LayerOutcome,
+    QuantizeJob,
     QuantizeProgress,
+    QuantizeRecipe,
     QuantizeReport,
     TensorReport,
 )
@@ -81,39 +83,31 @@ def write_quantized_gguf(
     """
     model = open_gguf_source(source)
     try:
+        shapes = {tensor.name: tensor.shape for tensor in model.tensors}
         mixture = choose_types(
             type_name,
-            {tensor.name: tensor.shape for tensor in model.tensors},
+            shapes,
             model.shape,
             has_imatrix=importance is not None,
             overrides=overrides,
         )
         model.notices.extend(mixture.notices())
+        recipe = QuantizeRecipe(
+            type=type_name, method="rtn", effort=effort, tensor_types=tuple((a, b) for a, b in overrides)
+        )
+        job = QuantizeJob(Path(source), Path(out), recipe)
+        dataset = None if importance is None else ", ".join(importance.datasets) or "unknown"
         plan = QuantizedPlan(
             type_name,
             mixture.tensors,
             importance,
             effort,
-            recipe=plain_recipe(mixture, effort, importance, overrides),
+            recipe=recipe_record(job, job.recipe, None, 0) | {"imatrix": dataset},
             overridden=frozenset(mixture.overridden),
         )
         return write_planned_gguf(model, out, plan, on_progress=on_progress, dry_run=dry_run)
     finally:
         model.close()
-
-
-def plain_recipe(
-    mixture: Mixture,
-    effort: str,
-    importance: ImportanceMatrix | None,
-    overrides: Sequence[tuple[str, str]],
-) -> dict[str, Any]:
-    """What is written into a file of how it was made without calibration."""
-    recipe: dict[str, Any] = {"type": mixture.type_name, "method": "rtn", "effort": effort}
-    recipe["imatrix"] = importance is not None
-    if overrides:
-        recipe["tensor_types"] = [list(pair) for pair in overrides]
-    return recipe
 
 
 def write_planned_gguf(

@@ -165,6 +165,26 @@ class QuantizeRecipe:
             known = ", ".join(str(size) for size in GROUP_SIZES)
             raise UsageError(f"group size {self.group_size} is read by no tool; known are {known}")
 
+    def record(self) -> dict[str, Any]:
+        """Plain values of the fields that the format and the method have a use for: what outputs keep."""
+        names = ["format"]
+        if self.format == "hf":
+            return {name: getattr(self, name) for name in (*names, "dtype")}
+        if self.format == "gguf":
+            names.append("type" if self.target_bpw is None else "target_bpw")
+            if self.tensor_types:
+                names.append("tensor_types")
+            elif names[-1] == "type" and self.type in GGUF_DENSE_TYPES:
+                return {name: getattr(self, name) for name in names}
+        else:
+            names += ["bits", "group_size", "symmetric"]
+            if self.format == "gptq":
+                names.append("checkpoint_format")
+        names += ["method", "effort"]
+        if self.method != "rtn":
+            names.append("damping")
+        return {name: getattr(self, name) for name in names}
+
     @property
     def preset(self) -> EffortPreset:
         return EFFORT_PRESETS[self.effort]
