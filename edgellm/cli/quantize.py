@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -9,18 +11,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from edgellm.cli.command import EdgeCommand
 from edgellm.cli.edge_option import complete_models
+from edgellm.cli.errors import one_line
 from edgellm.cli.options import json_option, option
 from edgellm.cli.output import Output, current_output, megabytes
-from edgellm_models.errors import NotFoundError, UsageError
+from edgellm_models.errors import BadInputError, NotFoundError, UsageError
 
 if TYPE_CHECKING:
     from edgellm_quantize.recipe import CalibrationSpec, QuantizeJob, QuantizeProgress, QuantizeReport
 
 _WORST = 5
 """Tensors of the largest error that the summary names."""
+_NEUTRAL = {"method": "auto", "effort": "default"}
+"""Options of every format but hf, with the word that asks for nothing."""
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -64,7 +70,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 @option(
     "--calibration",
     metavar="FILE|self|none",
-    help="Text that shows the linears their inputs: a file, the model's own writing, or none.  "
+    help="Text that shows the linears their inputs: a file, the model's own writing (self), or none.  "
     "[default: none; self for the methods gptq and awq]",
 )
 @option(
@@ -76,29 +82,48 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 @option("--sequence-length", type=int, metavar="N", help="Tokens of a calibration sequence at most.")
 @option("--seed", type=int, default=0, metavar="N", help="Of the calibration's draws.  [default: 0]")
 @option("--imatrix", metavar="FILE", help="Read an importance matrix of llama.cpp.")
-@option("--save-imatrix", metavar="FILE", help="Write what calibration saw as one.")
-@option("--target-bpw", type=float, metavar="X", help="Choose GGUF types for this many bits per weight.")
+@option("--save-imatrix", metavar="FILE", help="Write what calibration saw as one, to a new file.")
+@option(
+    "--target-bpw",
+    type=float,
+    metavar="X",
+    help="Choose GGUF types for this many bits per weight, in place of --type.",
+)
 @option(
     "--tensor-type",
     "tensor_types",
     multiple=True,
     metavar="REGEX=TYPE",
-    help="Type of the GGUF tensors whose name matches; may be given again.",
+    help="Type of the GGUF tensors whose name matches; may be given again, the first that matches decides.  "
+    "A REGEX that matches no tensor is an error; norms and vectors keep their type.",
 )
-@option("--work-dir", metavar="FOLDER", help="Where finished layers are kept.  [default: beside OUT]")
-@option("--resume", is_flag=True, help="Go on where an interrupted run of the same job stopped.")
+@option(
+    "--work-dir",
+    metavar="FOLDER",
+    help="Where a calibrated job keeps finished layers until OUT is whole; then its files there are "
+    "removed.  [default: OUT.work, removed with its files]",
+)
+@option(
+    "--resume",
+    is_flag=True,
+    help="Go on where an interrupted run of the same job stopped.  Without it, finished layers of an "
+    "unfinished job are never thrown away: the run is refused.",
+)
 @option("--max-memory", metavar="BYTES", help="Memory the job may take, such as 8G.")
 @option("--dry-run", is_flag=True, help="Say sizes, bits per weight, time and memory; write nothing.")
 @json_option
 def command(source: str, out: Path, as_json: bool, **given: Any) -> None:
     """Write SRC (a Hugging Face folder, a GGUF file or a model's name) as OUT in fewer bits.
 
-    Nothing appears under the name OUT before it is whole and has been read back.
+    Nothing appears under the name OUT before it is whole and has been read back. What is there already is
+    never written over.
     """
     from edgellm.cli.model_access import local_model
     from edgellm_quantize.api import quantize_model
 
     output = current_output()
+    _refuse_empty(given)
+    given = _without_idle_variables(given)
     recipe, calibration = _recipe(given), _calibration(given)
     _, path = local_model(source, output)
     job = _job(path, out, recipe, calibration, given, output)
@@ -115,11 +140,63 @@ def command(source: str, out: Path, as_json: bool, **given: Any) -> None:
         output.data(line)
 
 
+def _option(name: str) -> str:
+    """A parameter as it is given: ``--tensor-type``."""
+    word = {"form": "format", "kind": "type", "tensor_types": "tensor-type"}.get(name, name)
+    return f"--{word.replace('_', '-')}"
+
+
+def _refuse_empty(given: dict[str, Any]) -> None:
+    """UsageError for a text option without text: what it was to be is not known."""
+    for name, value in given.items():
+        if value == "" or (isinstance(value, tuple) and "" in value):
+            raise UsageError(f"{_option(name)} is empty (an unset shell variable?): say what is meant")
+
+
+def _format(given: dict[str, Any]) -> str:
+    return given["form"] or ("gguf" if given["bits"] is None else "gptq")
+
+
+def _calibration_text(given: dict[str, Any]) -> str:
+    """A file's name, ``self`` or ``none``; these two are read in either case, as formats and types are."""
+    method = (given["method"] or "auto").lower()
+    text: str = given["calibration"] or ("self" if method in ("gptq", "awq") else "none")
+    return text.lower() if text.lower() in ("self", "none") else text
+
+
+def _from_variable(name: str) -> bool:
+    context = click.get_current_context(silent=True)
+    return context is not None and context.get_parameter_source(name) is ParameterSource.ENVIRONMENT
+
+
+def _without_idle_variables(given: dict[str, Any]) -> dict[str, Any]:
+    """The options less those of EDGELLM_ variables that this run has no use for.
+
+    A variable holds for every run, so that it is no mistake as an option of the command line is, which wins
+    where the two say different things.
+    """
+    idle = set(_NEUTRAL) if _format(given).lower() == "hf" else set()
+    sizes = {name for name in ("kind", "target_bpw") if given[name] is not None and _from_variable(name)}
+    if len(sizes) == 1 and None not in (given["kind"], given["target_bpw"]):
+        idle |= sizes
+    given = {name: None if name in idle and _from_variable(name) else value for name, value in given.items()}
+    if _calibration_text(given) == "none":
+        idle = {"samples", "sequence_length", "work_dir"}
+    return {name: None if name in idle and _from_variable(name) else value for name, value in given.items()}
+
+
+def _is_given(name: str, value: Any) -> bool:
+    """Whether an option asks for something. Not by equality alone: 0 is a value."""
+    if value is None or value is False or value == ():
+        return False
+    return name not in _NEUTRAL or str(value).lower() != _NEUTRAL[name]
+
+
 def _recipe(given: dict[str, Any]) -> Any:
     """Options to a QuantizeRecipe; UsageError names an option that the format has no use for."""
     from edgellm_quantize.recipe import QuantizeRecipe
 
-    form = given["form"] or ("gguf" if given["bits"] is None else "gptq")
+    form = _format(given)
     uses = {
         "gguf": {"kind", "target_bpw", "tensor_types", "imatrix"},
         "hf": {"dtype"},
@@ -127,15 +204,18 @@ def _recipe(given: dict[str, Any]) -> Any:
         "awq": {"bits", "group_size", "asym", "imatrix"},
         "compressed-tensors": {"bits", "group_size", "asym", "imatrix"},
     }
+    for key in uses.keys() - {"hf"}:
+        uses[key] |= _NEUTRAL.keys()  # a dense folder rounds nothing
     owners = {
         name: [key for key, names in uses.items() if name in names]
         for names in uses.values()
         for name in names
     }
     for name, forms in owners.items():
-        if given[name] not in (None, False, ()) and form in uses and form not in forms:
-            shown = {"kind": "type", "tensor_types": "tensor-type"}.get(name, name).replace("_", "-")
-            raise UsageError(f"--{shown} goes with --format {' or '.join(forms)}, not {form}")
+        if _is_given(name, given[name]) and form in uses and form not in forms:
+            raise UsageError(f"{_option(name)} goes with --format {' or '.join(forms)}, not {form}")
+    if given["target_bpw"] is not None and given["kind"] is not None:
+        raise UsageError("--target-bpw and --type both say how large the file is to be: give one of them")
     values = {
         "format": form,
         "type": given["kind"] and given["kind"].upper(),
@@ -164,17 +244,31 @@ def _tensor_type(text: str) -> tuple[str, str]:
 def _calibration(given: dict[str, Any]) -> CalibrationSpec:
     from edgellm_quantize.recipe import CalibrationSpec
 
-    text = given["calibration"] or ("self" if given["method"] in ("gptq", "awq") else "none")
+    text = _calibration_text(given)
     sizes = {"samples": given["samples"], "sequence_length": given["sequence_length"]}
     sizes = {name: value for name, value in sizes.items() if value is not None}
+    if text == "none":
+        for name in (*sizes, *_named_seed()):
+            raise UsageError(f"{_option(name)} goes with --calibration FILE or self")
     if text in ("self", "none"):
         return CalibrationSpec(source=text, seed=given["seed"], **sizes)
     path = Path(text)
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise NotFoundError(
             f"--calibration {text}: there is no such file (self and none are the other choices)"
         )
+    if not os.path.isfile(path):
+        what = "a folder" if os.path.isdir(path) else "no regular file"
+        raise BadInputError(f"--calibration {text}: this is {what}, a file of text is needed")
     return CalibrationSpec(source="file", path=path, seed=given["seed"], **sizes)
+
+
+def _named_seed() -> tuple[str, ...]:
+    """("seed",) where the command line has one. The variable EDGELLM_SEED is for other commands too."""
+    context = click.get_current_context(silent=True)
+    if context is None or context.get_parameter_source("seed") is not ParameterSource.COMMANDLINE:
+        return ()
+    return ("seed",)
 
 
 def _job(
@@ -256,7 +350,7 @@ class _Progress:
         if progress.done > 0.02 and elapsed > 1.0:
             left = f"  {_duration(elapsed * (1 - progress.done) / progress.done)} left"
         bar = "#" * int(24 * progress.done)
-        detail = f"  {progress.detail}" if progress.detail else ""
+        detail = f"  {one_line(progress.detail)}" if progress.detail else ""  # it may name a tensor
         self.output.status(f"{progress.phase:<11} [{bar:<24}] {progress.done:4.0%}{left}{detail}")
 
 
@@ -268,8 +362,16 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h"
 
 
+def _percent(share: float) -> str:
+    """With three digits that say something, however small: ``1.23%``, ``0.000123%``."""
+    percent = 100 * share
+    if not 0 < percent < 100:
+        return f"{percent:.0f}%"
+    return f"{percent:.{2 - math.floor(math.log10(percent))}f}%"
+
+
 def summary(report: QuantizeReport) -> list[str]:
-    """What a person wants to know of a report."""
+    """What a person wants to know of a report; no line holds a control character of a name."""
     verb = "would be" if report.dry_run else "is"
     kinds: dict[str, tuple[int, int]] = {}
     for tensor in report.tensors:
@@ -291,6 +393,6 @@ def summary(report: QuantizeReport) -> list[str]:
         rounded = [tensor for tensor in report.tensors if tensor.error_measure == measure]
         if rounded:
             worst = sorted(rounded, key=lambda tensor: -(tensor.relative_error or 0.0))[:_WORST]
-            named = ", ".join(f"{tensor.name} {tensor.relative_error:.2%}" for tensor in worst)
+            named = ", ".join(f"{tensor.name} {_percent(tensor.relative_error or 0.0)}" for tensor in worst)
             lines.append(f"largest relative squared errors of {measure}: {named}")
-    return lines
+    return [" " * (len(line) - len(line.lstrip(" "))) + one_line(line) for line in lines]

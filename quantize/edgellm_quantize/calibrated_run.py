@@ -232,6 +232,10 @@ def refuse_without_calibration(job: QuantizeJob, calibrated: bool) -> None:
     """UsageError for options that only a calibrated job has a use for."""
     if calibrated:
         return
-    for given, name in ((job.resume, "resume"), (job.save_imatrix is not None, "save-imatrix")):
+    for given, name in (
+        (job.resume, "resume"),
+        (job.save_imatrix is not None, "save-imatrix"),
+        (job.work_dir is not None, "work-dir"),
+    ):
         if given:
             raise UsageError(f"--{name} goes with calibration: without it nothing is kept between layers")

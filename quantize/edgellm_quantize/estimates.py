@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from edgellm_models.errors import Notice, ResourceError
+from edgellm_quantize.sizes import memory_size
 
 if TYPE_CHECKING:
     import torch
@@ -87,7 +88,7 @@ def check_memory(needed: int, max_memory: int | None, what: str) -> None:
     """ResourceError where ``max_memory`` is less than what the job needs and cannot do without."""
     if max_memory is not None and needed > max_memory:
         raise ResourceError(
-            f"max-memory {max_memory / 2**20:,.0f} MiB: {what} needs {needed / 2**20:,.0f} MiB: allow more"
+            f"max-memory {memory_size(max_memory)}: {what} needs {memory_size(needed)}: allow more"
         )
 
 

@@ -61,6 +61,7 @@ def run_gguf_job(job: QuantizeJob) -> QuantizeReport:
     """Everything behind ``api.quantize_model`` for the format gguf."""
     from edgellm_quantize.gguf_source import open_gguf_source
     from edgellm_quantize.imatrix_file import read_imatrix
+    from edgellm_quantize.type_wishes import check_types
 
     recipe = job.recipe
     calibrated = job.calibration.source != "none"
@@ -74,6 +75,7 @@ def run_gguf_job(job: QuantizeJob) -> QuantizeReport:
     importance = None if job.imatrix is None else read_imatrix(job.imatrix)
     model = open_gguf_source(job.source)
     try:
+        model.notices.extend(check_types(recipe, model))
         if calibrated:
             return _with_core(job, model)
         return _from_weights(job, model, importance)
@@ -84,6 +86,7 @@ def run_gguf_job(job: QuantizeJob) -> QuantizeReport:
 def _from_weights(job: QuantizeJob, model: GGUFSource, importance: ImportanceMatrix | None) -> QuantizeReport:
     """Scales searched for the weights alone, or with the importance that a file states."""
     from edgellm_quantize.quantized_gguf import QuantizedPlan, write_planned_gguf
+    from edgellm_quantize.type_wishes import unused_target
 
     recipe = job.recipe
     if not job.dry_run:
@@ -92,6 +95,7 @@ def _from_weights(job: QuantizeJob, model: GGUFSource, importance: ImportanceMat
     check_memory(needed, job.max_memory, "encoding a few rows at a time")
     tell = _phase(job, "reading", 0.0, _CHOOSING_SHARE)
     mixture = _mixture(job, model, importance, None, tell)
+    model.notices.extend(unused_target(recipe.target_bpw, mixture.tensors, model))
     record = recipe_record(job, replace(recipe, method="rtn"), None, 0)
     plan = QuantizedPlan(
         mixture.type_name,
@@ -114,6 +118,7 @@ def _with_core(job: QuantizeJob, model: GGUFSource) -> QuantizeReport:
     """The mixture's types, with codes that error feedback chose (method rtn: with measured importance)."""
     from edgellm_models.network import read_spec
     from edgellm_quantize.quantized_gguf import QuantizedPlan, write_planned_gguf
+    from edgellm_quantize.type_wishes import unused_target
 
     started = time.perf_counter()
     recipe = replace(job.recipe, method="rtn" if job.recipe.method == "rtn" else "gptq")
@@ -125,6 +130,7 @@ def _with_core(job: QuantizeJob, model: GGUFSource) -> QuantizeReport:
     calibration = None if job.dry_run else read_calibration(job, checkpoint, spec)
     choosing = _choosing(job, recipe, spec, calibration)
     mixture = _mixture(job, model, None, calibration, _phase(job, "calibrating", 0.0, 1.0), choosing)
+    model.notices.extend(unused_target(recipe.target_bpw, mixture.tensors, model))
     grids = _grids(model, mixture, recipe.effort)
     if calibration is None:
         report = _estimated(job, recipe, model, mixture, grids, spec)

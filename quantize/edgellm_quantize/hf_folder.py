@@ -89,7 +89,7 @@ def plan_folder(
     """The tensors of the folder, in the order in which a model runs.
 
     ``outcome`` is asked while they are written. ``finished`` takes what it returned, without the weight.
-    BadInputError names a linear that does not fit.
+    UsageError or BadInputError names a linear that does not fit, as packed_layouts.check_shape.
     """
     dtype = dense_dtype(recipe, tensors)
     items, reports, linears = [], [], {}

@@ -24,6 +24,7 @@ from edgellm_quantize.estimates import activation_bytes
 from edgellm_quantize.layer_rounding import CorePlan, LayerResult, check_plan, quantize_layer
 from edgellm_quantize.provenance import digest, source_identity
 from edgellm_quantize.recipe import LayerOutcome, LayerStatistics, QuantizedLinear, QuantizeProgress
+from edgellm_quantize.sizes import memory_size
 from edgellm_quantize.work_folder import WorkFolder, whole
 
 if TYPE_CHECKING:
@@ -247,8 +248,8 @@ def within_memory(
         else:
             needed = estimate_memory(spec, plan, calibration, rows, longest)
             raise ResourceError(
-                f"max-memory {max_memory / 2**20:,.0f} MiB: one layer of this model needs "
-                f"{needed / 2**20:,.0f} MiB even without error feedback: allow more, or calibrate with less"
+                f"max-memory {memory_size(max_memory)}: one layer of this model needs "
+                f"{memory_size(needed)} even without error feedback: allow more, or calibrate with less"
             )
     return plan, rows, estimate_memory(spec, plan, calibration, rows, longest), notices
 

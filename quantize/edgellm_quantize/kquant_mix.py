@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from edgellm_kernels.ggml_types import GGML_TYPES_BY_NAME
 from edgellm_models.errors import Notice, UsageError
 from edgellm_quantize.recipe import GGUF_DENSE_TYPES, GGUF_TYPES
+from edgellm_quantize.sizes import size_change
 
 FILE_TYPE_IDS = {
     **{"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10},
@@ -83,7 +84,7 @@ class Mixture:
         extra = sum(entry.extra_bytes for entry in self.fallbacks)
         detail = (
             f"{len(self.fallbacks)} of {len(self.tensors)} tensors have rows that are no multiple of their "
-            f"type's block: {'; '.join(parts)}: {extra / 1e6:+,.1f} MB"
+            f"type's block: {'; '.join(parts)}: {size_change(extra)}"
         )
         return (Notice("type_fallback", detail),)
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from edgellm_models.checkpoint.bit_packing import pack_awq, pack_words, zeros_to_v1
-from edgellm_models.errors import BadInputError, EngineError
+from edgellm_models.errors import BadInputError, EngineError, UsageError
 from edgellm_quantize.recipe import QuantizedLinear, QuantizeRecipe
 
 TensorShapes = dict[str, tuple[str, tuple[int, ...]]]
@@ -16,15 +16,14 @@ TensorShapes = dict[str, tuple[str, tuple[int, ...]]]
 
 
 def check_shape(recipe: QuantizeRecipe, shape: tuple[int, int], name: str) -> None:
-    """BadInputError where the format cannot hold a linear of this shape [N, K]."""
+    """UsageError for a group size that does not divide a linear of this shape [N, K], BadInputError where the
+    format cannot hold one whatever the options are."""
     rows, columns = shape
     group = _group(recipe, columns)
     if columns % group:
         fits = [size for size in (128, 64, 32) if not columns % size]
         way_out = f"--group-size {' or '.join(map(str, fits)) or -1}"
-        raise BadInputError(
-            f"{name}: groups of {group} do not divide {columns} input columns; take {way_out}"
-        )
+        raise UsageError(f"{name}: groups of {group} do not divide {columns} input columns; take {way_out}")
     need = {"gptq": (_per_words(recipe.bits), _per_words(recipe.bits)), "awq": (8, 1)}
     row_unit, column_unit = need.get(recipe.format, (1, _per_words(recipe.bits)))
     if rows % row_unit or columns % column_unit:

@@ -81,9 +81,12 @@ def write_quantized_gguf(
     expression, type). Errors: UsageError for unknown names, BadInputError for a source that cannot be used,
     OutputError when the file cannot be written; then nothing is left behind. ``dry_run`` writes nothing.
     """
+    from edgellm_quantize.type_wishes import check_patterns
+
     model = open_gguf_source(source)
     try:
         shapes = {tensor.name: tensor.shape for tensor in model.tensors}
+        model.notices.extend(check_patterns(overrides, shapes))
         mixture = choose_types(
             type_name,
             shapes,

@@ -148,7 +148,9 @@ class QuantizeRecipe:
         if self.format != "gguf" and (self.target_bpw is not None or self.tensor_types):
             raise UsageError(f"a target of bits per weight and tensor types go with GGUF, not {self.format}")
         if self.target_bpw is not None and not 1 < self.target_bpw <= 16:
-            raise UsageError(f"the target must be from 1 to 16 bits per weight, not {self.target_bpw}")
+            raise UsageError(
+                f"the target must be above 1 and at most 16 bits per weight, not {self.target_bpw:.12g}"
+            )
         for pattern, kind in self.tensor_types:
             _one_of("tensor type", kind, TENSOR_TYPES)
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tracemalloc
 from pathlib import Path
 
@@ -121,7 +122,9 @@ def test_the_file_says_how_it_was_made(tmp_path: Path) -> None:
         folder, out, "Q4_K_S", importance=matrix, overrides=[("ffn_up", "Q6_K")], on_progress=seen.append
     )
     checkpoint = open_checkpoint(out)
-    recipe = json.loads(checkpoint.metadata["edgellm.quantize.recipe"])
+    record = json.loads(checkpoint.metadata["edgellm.quantize.recipe"])
+    recipe = record["recipe"]
+    assert record["source"] == "m" and record["imatrix"] == checkpoint.metadata["quantize.imatrix.dataset"]
     assert recipe["type"] == "Q4_K_S" and recipe["tensor_types"] == [["ffn_up", "Q6_K"]]
     assert checkpoint.metadata["quantize.imatrix.entries_count"] == len(matrix.entries)
     assert checkpoint.metadata["edgellm.version"]
@@ -143,7 +146,7 @@ def test_the_file_says_how_it_was_made(tmp_path: Path) -> None:
 
 
 def test_a_gguf_source_keeps_its_metadata_and_its_blocks(tmp_path: Path) -> None:
-    """A Q4_K_M file as Q4_K_M is the same file: tensors that keep their type keep their bytes."""
+    """A Q4_K_M file as Q4_K_M is the same file but for the source that it names."""
     folder = make_tiny("gemma3", tmp_path / "m", quantizable=True)
     first, second = tmp_path / "a.gguf", tmp_path / "b.gguf"
     write_quantized_gguf(folder, first, "Q4_K_M", effort="fast")
@@ -151,6 +154,8 @@ def test_a_gguf_source_keeps_its_metadata_and_its_blocks(tmp_path: Path) -> None
     assert not [notice for notice in report.notices if notice.kind == "requantized"]
     assert {tensor.method for tensor in report.tensors} == {"copy"}
     before, after = open_checkpoint(first), open_checkpoint(second)
+    records = [json.loads(opened.metadata.pop("edgellm.quantize.recipe")) for opened in (before, after)]
+    assert records[0] | {"source": "a.gguf"} == records[1]
     assert before.metadata == after.metadata and before.tensors() == after.tensors()
     for name, info in before.tensors().items():
         if len(info.shape) == 2:
@@ -192,7 +197,7 @@ def test_rows_that_do_not_fit_fall_back(tmp_path: Path) -> None:
         types = {tensor.name: tensor.type_name for tensor in report.tensors}
         assert types["blk.0.attn_q.weight"] == "Q5_0" and types["blk.1.ffn_down.weight"] in ("Q4_K", "Q6_K")
         detail = next(notice for notice in report.notices if notice.kind == "type_fallback").detail
-        assert f"Q4_K became Q5_0 (rows of {width})" in detail and "MB" in detail
+        assert f"Q4_K became Q5_0 (rows of {width})" in detail and re.search(r": \+[\d.]+ (kB|MB)$", detail)
         with LlamaCpp(out, context=64) as judge:
             assert judge.greedy(judge.tokenize(PROMPT), 2)
 

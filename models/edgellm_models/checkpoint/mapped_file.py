@@ -33,6 +33,8 @@ def file_error(path: Path, error: OSError) -> EdgeLLMError:
         return NotFoundError(f"{path}: there is no such file")
     if isinstance(error, PermissionError):
         return PermissionDeniedError(f"{path}: permission to read this file is denied")
+    if isinstance(error, IsADirectoryError):
+        return BadInputError(f"{path}: this is a folder, not a file")
     if error.errno == errno.ENOMEM:
         return TransferError(f"{path}: the system has no address space left to map this file")
     return TransferError(f"{path}: cannot be read: {error.strerror or error}")
