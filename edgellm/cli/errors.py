@@ -19,6 +19,25 @@ INTERRUPTED = 130
 TERMINATED = 143
 BROKEN_PIPE = 141
 """As a shell reports a program that SIGPIPE ended."""
+EXIT_CODES = {
+    0: "done",
+    1: "a fault of edgellm, whose traceback lies in the log folder; `doctor`: something is in the way",
+    2: "the command line makes no sense",
+    65: "an input file, schema or value is damaged, of another kind or not supported; `complete --input`: a "
+    "line failed",
+    66: "a model or file that was named does not exist",
+    69: "an address or socket is in use, or a server cannot be reached",
+    70: "the engine failed while computing",
+    71: "no usable device, or not enough memory",
+    73: "an output cannot be written, or something is there already: nothing is left under its name",
+    74: "reading or the network failed; what was fetched is kept for a resume",
+    77: "not permitted to the user or key",
+    78: "a configuration file or an EDGELLM_ variable is wrong",
+    INTERRUPTED: "interrupted (Ctrl-C)",
+    BROKEN_PIPE: "whoever read the output went away",
+    TERMINATED: "ended by SIGTERM",
+}
+"""Every exit code of every command and when it comes. For people: docs/cli.md shows it."""
 
 _UNWRITABLE = {
     errno.ENOSPC: "no space left on the device",

@@ -456,6 +456,23 @@ def test_the_documents_name_every_variable_and_command() -> None:
         assert f"## edgellm {name}" in commands
 
 
+def test_the_documents_name_every_exit_code() -> None:
+    """Those of every class of error in the source, of signals and pipes, and of Click."""
+    from edgellm.cli import errors
+    from edgellm.cli.reference import cli_markdown
+
+    used = {0, 1, click.UsageError.exit_code, errors.INTERRUPTED, errors.TERMINATED, errors.BROKEN_PIPE}
+    for root in SOURCE_ROOTS:
+        for path in root.glob("edgellm*/**/*.py"):
+            found = re.findall(
+                r"exit_code(?:: ClassVar\[int\])? = (\d+)$", path.read_text("utf-8"), re.MULTILINE
+            )
+            used |= {int(code) for code in found}
+    assert {65, 73, 78} < used
+    rows = re.findall(r"^\| (\d+) \| (.+) \|$", cli_markdown(), re.MULTILINE)
+    assert {int(code) for code, _ in rows} == used and len(rows) == len(used)
+
+
 def test_every_variable_in_the_source_is_in_the_table() -> None:
     """A switch that only its author knows is a switch that nobody can turn off."""
     from edgellm.cli.reference import all_switches
