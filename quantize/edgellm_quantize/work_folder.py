@@ -87,7 +87,7 @@ def forget(path: Path, name: str) -> None:
 
 def damaged(path: Path) -> BadInputError:
     """Of a file in a work folder that does not hold what it should."""
-    return BadInputError(f"{path}: this file of unfinished work is damaged: begin anew without --resume")
+    return BadInputError(f"{path}: this file of unfinished work is damaged: remove its folder to begin anew")
 
 
 @contextlib.contextmanager
@@ -111,7 +111,7 @@ def refuse_another_job(path: Path, theirs: Any, ours: Mapping[str, Any]) -> None
     differing = sorted(key for key in {*ours, *given} if given.get(key) != ours.get(key))
     raise BadInputError(
         f"{path}: the work that lies there is of another job (differing: "
-        f"{', '.join(differing)}): give the same options, or begin anew without resuming"
+        f"{', '.join(differing)}): give the same options, or remove that folder to begin anew"
     )
 
 
@@ -155,16 +155,16 @@ class WorkFolder:
     def _resume(self, manifest: Path) -> None:
         found = read_json_object(manifest)
         if found.get("version") != _VERSION:
-            raise BadInputError(f"{manifest}: made by another version: begin anew without resuming")
+            raise BadInputError(f"{manifest}: made by another version: remove its folder to begin anew")
         refuse_another_job(self.path, found.get("fingerprint"), self.fingerprint)
         done = found.get("layers_done")
         if not isinstance(done, int) or done < 0:
             raise BadInputError(f"{manifest}: layers_done is {done!r}")
         for layer in range(done):
             if not self.layer_path(layer).is_file():
-                raise BadInputError(f"{self.layer_path(layer)} is missing: begin anew without resuming")
+                raise BadInputError(f"{self.layer_path(layer)} is missing: remove its folder to begin anew")
         if not self.state_path(done).is_file() and done:
-            raise BadInputError(f"{self.state_path(done)} is missing: begin anew without resuming")
+            raise BadInputError(f"{self.state_path(done)} is missing: remove its folder to begin anew")
         self.num_done = done
 
     def layer_path(self, layer: int) -> Path:

@@ -59,7 +59,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> QuantizeJob:
         ({"tensor_types": ()}, "tensor_types"),
         ({"tensor_types": (("attn_v", "Q5_K"),)}, "tensor_types"),
         ({"effort": "default"}, "effort"),
-        ({"method": "rtn"}, "method"),
+        ({"method": "rtn"}, "measured, method"),
         (None, "calibration"),
     ],
 )
@@ -234,7 +234,7 @@ def test_a_damaged_file_is_named(
 ) -> None:
     shutil.copytree(stopped.out.with_name("out.work"), tmp_path / "out.work")
     damage(tmp_path / "out.work" / name)
-    with pytest.raises(BadInputError, match=rf"{name}: .*damaged: begin anew without --resume"):
+    with pytest.raises(BadInputError, match=rf"{name}: .*damaged: remove its folder to begin anew"):
         quantize_model(replace(stopped, out=tmp_path / "out", resume=True))
     assert [path.name for path in tmp_path.iterdir()] == ["out.work"]
 
@@ -244,5 +244,5 @@ def test_damaged_writing_is_named(damage: Callable[[Path], None], tmp_path: Path
     job = own_text("gptq", tmp_path, Writer())
     interrupt(job, "quantizing")
     damage(tmp_path / "out.work" / "kept-calibration.json")
-    with pytest.raises(BadInputError, match=r"kept-calibration\.json: .*damaged: begin anew"):
+    with pytest.raises(BadInputError, match=r"kept-calibration\.json: .*damaged: remove its folder"):
         quantize_model(replace(job, resume=True))
