@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from edgellm_models.checkpoint.reader import Checkpoint
     from edgellm_models.network.spec import ModelSpec
-    from edgellm_quantize.grids import IntegerGrid
+    from edgellm_quantize.grids import Grid, IntegerGrid
 
 _PROBE_WEIGHTS = 1 << 18
 """Weights that a dry run rounds to learn how long the rest takes."""
@@ -155,7 +155,8 @@ def run_folder_job(job: QuantizeJob, checkpoint: Checkpoint, spec: ModelSpec) ->
     if calibrated and job.imatrix is not None:
         raise UsageError("calibration measures what an importance matrix states: give one of them")
     importance, without = _column_weights(job, tensors)
-    notices = [*checkpoint.notices, *without, *_requantize_notice(tensors), *f16_notice(recipe, tensors)]
+    notices = [*checkpoint.notices, *tensors.notices, *without]
+    notices += [*_requantize_notice(tensors), *f16_notice(recipe, tensors)]
     check_memory(memory_needed(tensors), job.max_memory, "the largest tensor of this model")
     rounding = Rounding(_no_rounding, "copy")
     finished: dict[str, LayerOutcome] = {}
@@ -165,7 +166,7 @@ def run_folder_job(job: QuantizeJob, checkpoint: Checkpoint, spec: ModelSpec) ->
         _check_places(job, recipe, tensors)
     if recipe.format != "hf":
         if calibrated and not job.dry_run:
-            rounding, tensors, run = _calibrated(job, recipe, checkpoint, spec)
+            rounding, tensors, run = _calibrated(job, recipe, checkpoint, tensors)
             notices += [*run.core.notices, *run.calibration.notices]
         else:
             rounding = round_without_calibration(tensors, recipe, importance)
@@ -183,7 +184,7 @@ def run_folder_job(job: QuantizeJob, checkpoint: Checkpoint, spec: ModelSpec) ->
     if job.dry_run:
         seconds, memory = _probe_seconds(tensors, recipe, plan), memory_needed(tensors)
         if calibrated:
-            grids = uniform_grids(checkpoint, _grid(recipe))
+            grids = _core_grids(checkpoint, tensors, recipe)
             seconds, core, more = core_estimate(job, recipe, checkpoint, spec, grids, recipe.method)
             memory = max(memory, core)
             notices += more
@@ -218,19 +219,24 @@ def _check_places(job: QuantizeJob, recipe: QuantizeRecipe, tensors: HFTensors) 
     check_places(job, sum(item.nbytes for item in plan.items), layers, tensors.spec.hidden_size)
 
 
+def _core_grids(checkpoint: Checkpoint, tensors: HFTensors, recipe: QuantizeRecipe) -> dict[str, Grid]:
+    """The recipe's grid for every linear of the model: a file may hold more layers than it has."""
+    grids = uniform_grids(checkpoint, _grid(recipe))
+    return {name: grid for name, grid in grids.items() if name in tensors.infos}
+
+
 def _no_rounding(name: str) -> LayerOutcome:
     raise AssertionError(name)
 
 
 def _calibrated(
-    job: QuantizeJob, recipe: QuantizeRecipe, checkpoint: Checkpoint, spec: ModelSpec
+    job: QuantizeJob, recipe: QuantizeRecipe, checkpoint: Checkpoint, source: HFTensors
 ) -> tuple[Rounding, HFTensors, CalibratedRun]:
     """The core's linears, and the other tensors as folding left them."""
     from edgellm_quantize.overlay import OverlayCheckpoint
 
-    run = run_calibrated(
-        job, recipe, checkpoint, spec, uniform_grids(checkpoint, _grid(recipe)), recipe.method
-    )
+    spec, grids = source.spec, _core_grids(checkpoint, source, recipe)
+    run = run_calibrated(job, recipe, checkpoint, spec, grids, recipe.method)
     overlay = OverlayCheckpoint(checkpoint)
     for index in range(run.core.num_layers):
         changed = run.layer(index).changed

@@ -19,6 +19,7 @@ from edgellm_quantize.gguf_typed_metadata import read_typed_metadata
 from edgellm_quantize.gguf_values import MetadataTable
 from edgellm_quantize.hf_tokenizer_files import read_tokenizer_files
 from edgellm_quantize.kquant_mix import ModelShape
+from edgellm_quantize.source_check import UsedTensors, used_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -108,6 +109,8 @@ def _from_gguf(checkpoint: Checkpoint) -> GGUFSource:
         if key not in _OWN_KEYS and not key.startswith(_OWN_PREFIXES)
     }
     spec = read_spec(checkpoint.file_format, checkpoint.metadata, checkpoint.tensors())
+    used = used_tensors(checkpoint, spec)
+    notices += used.notices
     tensors = []
     for name, info in checkpoint.tensors().items():
         planned = _gguf_tensor(checkpoint, info)
@@ -115,7 +118,8 @@ def _from_gguf(checkpoint: Checkpoint) -> GGUFSource:
             notices.append(
                 Notice("tensor_left_out", f"tensor {name} ({info.type_name} {list(info.shape)}) was left out")
             )
-        else:
+        elif name in used.names:
+            # Notices have told of the others: llama.cpp loads no file with more than it asks for.
             tensors.append(planned)
     shape = _model_shape(spec)
     return GGUFSource(
@@ -165,40 +169,25 @@ def _from_folder(checkpoint: Checkpoint, dtype: str) -> GGUFSource:
 
     source = checkpoint.path
     spec = read_spec(checkpoint.file_format, checkpoint.metadata, checkpoint.tensors())
+    used = used_tensors(checkpoint, spec)
     files = read_tokenizer_files(source)
     fields = model_fields(spec, name=name_for_readers(source.resolve().name, files), dtype=dtype)
     words = tokenizer_fields(files, checkpoint.metadata, spec.vocab_size)
-    notices = [*checkpoint.notices, *fields.notices, *words.notices]
+    notices = [*checkpoint.notices, *used.notices, *fields.notices, *words.notices]
     metadata = fields.metadata | words.metadata
     metadata |= chat_template_fields(files, notices) | sampling_fields(files.generation)
-    tensors = _plan(checkpoint, spec, fields, notices)
+    tensors = _plan(checkpoint, spec, fields, used)
     return GGUFSource(source, metadata, tensors, _model_shape(spec), False, checkpoint, notices)
 
 
 def _plan(
-    checkpoint: Checkpoint, spec: ModelSpec, fields: ModelFields, notices: list[Notice]
+    checkpoint: Checkpoint, spec: ModelSpec, fields: ModelFields, used: UsedTensors
 ) -> list[SourceTensor]:
     """Every tensor of the file, in the order in which a model runs."""
-    from edgellm_models.checkpoint.tensor_names import is_canonical
-
-    infos = checkpoint.tensors()
-    if "output.weight" not in infos and not spec.tied_embeddings:
-        raise BadInputError(
-            f"{checkpoint.path}: lm_head.weight is missing, but config.json says that the head is not tied"
-        )
     planned = [_rope_table(name, values) for name, values in fields.rope_tables.items()]
-    for name, info in infos.items():
-        if not is_canonical(spec.architecture, name):
-            continue  # the reader has told of it
-        if name == "output.weight" and spec.tied_embeddings:
-            notices.append(
-                Notice(
-                    "tied_head_dropped",
-                    "lm_head.weight was left out: config.json says that the embedding is used",
-                )
-            )
-            continue
-        planned.append(_planned(checkpoint, spec, fields, info))
+    for name, info in checkpoint.tensors().items():
+        if name in used.names:
+            planned.append(_planned(checkpoint, spec, fields, info))
     return planned
 
 
@@ -209,8 +198,6 @@ def _rope_table(name: str, values: list[float]) -> SourceTensor:
 
 def _planned(checkpoint: Checkpoint, spec: ModelSpec, fields: ModelFields, info: TensorInfo) -> SourceTensor:
     stem = info.name.split(".")[-2]
-    if len(info.shape) not in (1, 2):
-        raise BadInputError(f"tensor {info.file_name} has {len(info.shape)} dimensions, not one or two")
     heads = {"attn_q": spec.num_heads, "attn_k": spec.num_kv_heads}.get(stem) if permutes_qk(spec) else None
     gain, row_limit = 1.0, None
     if stem == ("attn_q_norm" if spec.qk_norm else "attn_q"):

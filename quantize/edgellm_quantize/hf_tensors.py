@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from edgellm_models.checkpoint.tensor_names import GGUF_ONLY, hf_name, is_canonical
+from edgellm_models.checkpoint.tensor_names import GGUF_ONLY, hf_name
 from edgellm_models.errors import BadInputError
 from edgellm_quantize.capture import STAGE_STEMS
+from edgellm_quantize.source_check import used_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -32,15 +33,17 @@ class HFTensors:
     """Undoes what a GGUF does to tensors; of a Hugging Face folder it gives them as they are."""
 
     def __init__(self, checkpoint: Checkpoint, spec: ModelSpec) -> None:
+        """Errors as source_check.used_tensors."""
+        used = used_tensors(checkpoint, spec)
+        self.notices = used.notices
+        """What of the source is left out."""
         self.checkpoint = checkpoint
         self.spec = spec
         self._from_gguf = checkpoint.file_format == "gguf"
         self.infos = {
             name: info
             for name, info in checkpoint.tensors().items()
-            if is_canonical(spec.architecture, name)
-            and name not in GGUF_ONLY
-            and not (name == "output.weight" and spec.tied_embeddings)
+            if name in used.names and name not in GGUF_ONLY
         }
         """Canonical name -> TensorInfo of what a folder holds."""
 

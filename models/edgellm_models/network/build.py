@@ -136,6 +136,8 @@ class LayerLoader:
             spec, ropes=tuple(self._loader.rope(rope, i) for i, rope in enumerate(spec.ropes))
         )
         """The model's shape, with the rotary factors that a GGUF keeps in tensors."""
+        self.used = frozenset(self._loader.used)
+        """Canonical names of the tensors that the model computes with."""
 
     def layer(self, layer: int) -> LayerWeights:
         """One layer's weights; q and k rows in half-split rotary order."""

@@ -1,0 +1,185 @@
+"""Sources that are damaged, hold more than their model uses or are quantized already: what is said of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from edgellm_models.checkpoint import open_checkpoint
+from edgellm_models.errors import BadInputError
+from edgellm_models.network import build
+from edgellm_quantize.api import quantize_model
+from edgellm_quantize.recipe import CalibrationSpec, QuantizeJob, QuantizeRecipe, QuantizeReport
+from tests.support.tiny_models import make_tiny, tiny_gguf
+from tests.support.tiny_text import TRAINING_TEXT
+
+FORMS: dict[str, dict[str, Any]] = {
+    "gguf": {"format": "gguf", "type": "Q4_0"},
+    "dense gguf": {"format": "gguf", "type": "F16"},
+    "gptq": {"format": "gptq", "group_size": 32},
+    "awq": {"format": "awq", "group_size": 32},
+    "compressed": {"format": "compressed-tensors", "group_size": 32},
+    "hf": {"format": "hf", "dtype": "f32"},
+}
+CALIBRATED = ("gguf", "gptq", "awq")
+Tensors = dict[str, torch.Tensor]
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+UP_PROJ = "model.layers.0.mlp.up_proj.weight"
+
+
+def tiny(folder: Path, arch: str = "llama", **overrides: Any) -> Path:
+    return make_tiny(arch, folder, **({"num_hidden_layers": 1} | overrides))
+
+
+def change(folder: Path, changed: Callable[[Tensors], None]) -> Path:
+    tensors = load_file(folder / "model.safetensors")
+    changed(tensors)
+    tensors = {name: value.contiguous() for name, value in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def configure(folder: Path, **values: Any) -> Path:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | values))
+    return folder
+
+
+def quantize(
+    source: Path, out: Path, form: str, *, calibrated: bool = False, dry_run: bool = False, **recipe: Any
+) -> QuantizeReport:
+    calibration = CalibrationSpec()
+    if calibrated:
+        text = out.with_name("calibration.txt")
+        text.write_text(TRAINING_TEXT)
+        calibration = CalibrationSpec(source="file", path=text, samples=4, sequence_length=64)
+    settings = QuantizeRecipe(effort="fast", **(FORMS[form] | recipe))
+    return quantize_model(QuantizeJob(source, out, settings, calibration, dry_run=dry_run))
+
+
+def refused(source: Path, folder: Path, words: str) -> None:
+    """Every kind of job says so, and none leaves anything."""
+    folder.mkdir()
+    jobs = [(form, False) for form in FORMS] + [(form, True) for form in CALIBRATED]
+    for form, calibrated in jobs:
+        for dry_run in (True, False):
+            with pytest.raises(BadInputError, match=words):
+                quantize(source, folder / "out", form, calibrated=calibrated, dry_run=dry_run)
+    assert {path.name for path in folder.iterdir()} <= {"calibration.txt"}
+
+
+def loads(out: Path) -> build.LayerLoader:
+    """All that was written is what the model asks for."""
+    checkpoint = open_checkpoint(out)
+    loader = build.LayerLoader(checkpoint)
+    assert loader.used == set(checkpoint.tensors())
+    return loader
+
+
+def kinds(report: QuantizeReport) -> list[str]:
+    return [notice.kind for notice in report.notices]
+
+
+def _cut(tensors: Tensors) -> None:
+    tensors[Q_PROJ] = tensors[Q_PROJ][:, :50]
+
+
+def _transpose(tensors: Tensors) -> None:
+    tensors[UP_PROJ] = tensors[UP_PROJ].T
+
+
+def _lengthen(tensors: Tensors) -> None:
+    tensors["model.norm.weight"] = torch.ones(96)
+
+
+def _widen(tensors: Tensors) -> None:
+    tensors["model.embed_tokens.weight"] = torch.ones(tensors["model.embed_tokens.weight"].shape[0], 96)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (_cut, r"attn_q.* \[64, 50\], but the model's sizes ask for \[64, 64\]"),
+        (_transpose, r"ffn_up.* \[64, 128\], but the model's sizes ask for \[128, 64\]"),
+        (_lengthen, r"output_norm.* \[96\], but the model's sizes ask for \[64\]"),
+        (_widen, r"token_embd.* 96\], but the model's sizes ask for"),
+    ],
+)
+def test_wrong_shapes_are_refused_by_every_job(damage: Any, words: str, tmp_path: Path) -> None:
+    refused(change(tiny(tmp_path / "source"), damage), tmp_path / "outs", words)
+
+
+def test_wrong_shapes_of_a_gguf_are_refused_by_every_job(tmp_path: Path) -> None:
+    source = tiny_gguf(tiny(tmp_path / "m", num_key_value_heads=2), tmp_path / "m.gguf")
+    data = source.read_bytes()
+    key = b"llama.attention.head_count_kv"
+    assert data.count(key) == 1
+    at = data.index(key) + len(key) + 4  # behind the name lie four bytes of its type
+    assert data[at : at + 4] == bytes((2, 0, 0, 0))
+    source.write_bytes(data[:at] + bytes((4, 0, 0, 0)) + data[at + 4 :])
+    refused(source, tmp_path / "outs", r"m\.gguf: tensor blk\.0\.attn_k.* \[32, 64\].* ask for \[64, 64\]")
+
+
+def test_a_missing_head_is_refused_by_every_job(tmp_path: Path) -> None:
+    source = tiny(tmp_path / "source", tie_word_embeddings=False, head="absent")
+    refused(source, tmp_path / "outs", r"lm_head\.weight.* is missing")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_a_tied_head_that_is_left_out_is_told(form: str, calibrated: bool, tmp_path: Path) -> None:
+    if calibrated and form not in CALIBRATED:
+        return
+
+    def differ(tensors: Tensors) -> None:
+        tensors["lm_head.weight"].neg_()
+
+    source = change(tiny(tmp_path / "source", tie_word_embeddings=True, head="present"), differ)
+    for dry_run in (True, False):
+        report = quantize(source, tmp_path / "out", form, calibrated=calibrated, dry_run=dry_run)
+        assert kinds(report).count("tied_head_dropped") == 1
+    assert loads(tmp_path / "out").spec.tied_embeddings
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_what_the_model_does_not_use_is_left_out_and_told(
+    form: str, calibrated: bool, tmp_path: Path
+) -> None:
+    """A layer more than config.json has, a bias of the head, a name of another family."""
+    if calibrated and form not in CALIBRATED:
+        return
+
+    def extend(tensors: Tensors) -> None:
+        tensors["lm_head.bias"] = torch.ones(len(tensors["lm_head.weight"]))
+        tensors["model.layers.0.self_attn.q_norm.weight"] = torch.ones(16)
+
+    source = configure(tiny(tmp_path / "source", num_hidden_layers=2), num_hidden_layers=1)
+    change(source, extend)
+    for dry_run in (True, False):
+        report = quantize(source, tmp_path / "out", form, calibrated=calibrated, dry_run=dry_run)
+        assert not [tensor for tensor in report.tensors if tensor.name.startswith("blk.1.")]
+        told = " ".join(n.detail for n in report.notices if n.kind == "unknown_tensors")
+        assert (
+            "lm_head.bias" in told and "q_norm" in told and "10 tensors" in told and "with 1 layer " in told
+        )
+    assert loads(tmp_path / "out").spec.num_layers == 1
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_the_model_of_a_gguf_does_not_use_is_left_out_and_told(form: str, tmp_path: Path) -> None:
+    source = tiny_gguf(tiny(tmp_path / "m", num_hidden_layers=2), tmp_path / "m.gguf")
+    data = source.read_bytes()
+    key = b"llama.block_count"
+    at = data.index(key) + len(key) + 4
+    assert data[at : at + 4] == bytes((2, 0, 0, 0))
+    source.write_bytes(data[:at] + bytes((1, 0, 0, 0)) + data[at + 4 :])
+    report = quantize(source, tmp_path / "out", form)
+    assert "blk.1.attn_norm.weight" in next(n.detail for n in report.notices if n.kind == "unknown_tensors")
+    assert loads(tmp_path / "out").spec.num_layers == 1
