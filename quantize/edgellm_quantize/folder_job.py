@@ -41,6 +41,7 @@ from edgellm_quantize.recipe import (
     QuantizeRecipe,
     QuantizeReport,
 )
+from edgellm_quantize.source_check import requantized_notice
 
 if TYPE_CHECKING:
     import torch
@@ -156,7 +157,7 @@ def run_folder_job(job: QuantizeJob, checkpoint: Checkpoint, spec: ModelSpec) ->
         raise UsageError("calibration measures what an importance matrix states: give one of them")
     importance, without = _column_weights(job, tensors)
     notices = [*checkpoint.notices, *tensors.notices, *without]
-    notices += [*_requantize_notice(tensors), *f16_notice(recipe, tensors)]
+    notices += [*requantized_notice(tensors.infos.values()), *f16_notice(recipe, tensors)]
     check_memory(memory_needed(tensors), job.max_memory, "the largest tensor of this model")
     rounding = Rounding(_no_rounding, "copy")
     finished: dict[str, LayerOutcome] = {}
@@ -250,20 +251,6 @@ def _calibrated(
 
     calibration = run.calibration
     return Rounding(outcome, recipe.method, calibration.hash, calibration.num_tokens), tensors, run
-
-
-def _requantize_notice(tensors: HFTensors) -> list[Notice]:
-    """Rounding what was rounded before loses twice, so it is said."""
-    coarse = sorted(
-        {info.type_name for info in tensors.infos.values()} - {"F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
-    )
-    if not coarse:
-        return []
-    detail = (
-        f"the source is quantized already ({', '.join(coarse)}): what it lost stays lost; take the "
-        "original where there is one"
-    )
-    return [Notice("source_is_quantized", detail)]
 
 
 def _small_files(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[Mapping[str, Any], Callable[[Path], None]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,11 +19,12 @@ from edgellm_quantize.gguf_typed_metadata import read_typed_metadata
 from edgellm_quantize.gguf_values import MetadataTable
 from edgellm_quantize.hf_tokenizer_files import read_tokenizer_files
 from edgellm_quantize.kquant_mix import ModelShape
-from edgellm_quantize.source_check import UsedTensors, used_tensors
+from edgellm_quantize.source_check import UsedTensors, requantized_notice, used_tensors
 
 if TYPE_CHECKING:
     import torch
 
+    from edgellm_kernels.weights import IntWeight
     from edgellm_models.checkpoint.reader import Checkpoint, TensorInfo
     from edgellm_models.network.spec import ModelSpec
 
@@ -45,7 +46,7 @@ class SourceTensor:
     """The name in the source, for messages."""
     shape: tuple[int, ...]
     source_type: str
-    """F32, F16, BF16, Q4_K ..., as the source holds it."""
+    """F32, F16, BF16, Q4_K, INT4 ..., as the source holds it."""
     rows: Callable[[], Iterator[Array]]
     """Yields f32 [r, K] (a vector: [N]), CHUNK_WEIGHTS or fewer at a time, together all rows. Values are
     finite: BadInputError names the tensor otherwise."""
@@ -174,6 +175,7 @@ def _from_folder(checkpoint: Checkpoint, dtype: str) -> GGUFSource:
     fields = model_fields(spec, name=name_for_readers(source.resolve().name, files), dtype=dtype)
     words = tokenizer_fields(files, checkpoint.metadata, spec.vocab_size)
     notices = [*checkpoint.notices, *used.notices, *fields.notices, *words.notices]
+    notices += requantized_notice(info for name, info in checkpoint.tensors().items() if name in used.names)
     metadata = fields.metadata | words.metadata
     metadata |= chat_template_fields(files, notices) | sampling_fields(files.generation)
     tensors = _plan(checkpoint, spec, fields, used)
@@ -261,7 +263,7 @@ def _values(checkpoint: Checkpoint, info: TensorInfo) -> Callable[[Any], torch.T
     import torch
 
     from edgellm_kernels.ggml_blocks import dequantize
-    from edgellm_kernels.weights import BlockQuantWeight, DenseWeight
+    from edgellm_kernels.weights import BlockQuantWeight, DenseWeight, IntWeight
 
     if len(info.shape) == 1:
         vector = checkpoint.vector(info.name)
@@ -270,6 +272,9 @@ def _values(checkpoint: Checkpoint, info: TensorInfo) -> Callable[[Any], torch.T
     if isinstance(weight, BlockQuantWeight):
         data, layout, columns = weight.data, weight.layout, info.shape[1]
         return lambda picked: dequantize(data[picked].contiguous(), layout, columns)
+    if isinstance(weight, IntWeight):
+        grouped = weight
+        return lambda picked: _group_rows(grouped, picked)
     if not isinstance(weight, DenseWeight) or weight.data.dtype not in (
         torch.float32,
         torch.float16,
@@ -279,6 +284,15 @@ def _values(checkpoint: Checkpoint, info: TensorInfo) -> Callable[[Any], torch.T
         raise BadInputError(f"tensor {info.file_name} is {kind}: only dense weights can be written")
     dense = weight.data
     return lambda picked: dense[picked].to(torch.float32)
+
+
+def _group_rows(weight: IntWeight, picked: Any) -> torch.Tensor:
+    """Some rows of a weight on an integer grid, with the bits that its readers compute."""
+    from edgellm_kernels.int_groups import dequantize_group_rows
+
+    zeros = None if weight.zeros is None else weight.zeros[picked]
+    rows = replace(weight, data=weight.data[picked], scales=weight.scales[picked], zeros=zeros)
+    return dequantize_group_rows(rows, 0, len(rows.data))
 
 
 def interleave_rotary(values: torch.Tensor, heads: int) -> torch.Tensor:

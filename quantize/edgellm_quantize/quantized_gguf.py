@@ -280,6 +280,7 @@ def _say_requantized(model: GGUFSource, plan: QuantizedPlan, notices: list[Notic
         tensor
         for tensor in model.tensors
         if tensor.source_type not in GGUF_DENSE_TYPES
+        and not tensor.source_type.startswith("INT")  # told of when the source was opened
         and plan.types[tensor.name] not in (tensor.source_type, *GGUF_DENSE_TYPES)
         and is_quantized(tensor.name, tensor.shape)
     ]

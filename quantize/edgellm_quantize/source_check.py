@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from edgellm_models.errors import BadInputError, Notice
 from edgellm_models.metadata_values import shown
 
 if TYPE_CHECKING:
-    from edgellm_models.checkpoint.reader import Checkpoint
+    from edgellm_models.checkpoint.reader import Checkpoint, TensorInfo
     from edgellm_models.network.spec import ModelSpec
 
 
@@ -54,3 +55,15 @@ def used_tensors(checkpoint: Checkpoint, spec: ModelSpec) -> UsedTensors:
 
 def _layers(spec: ModelSpec) -> str:
     return "1 layer" if spec.num_layers == 1 else f"{spec.num_layers} layers"
+
+
+def requantized_notice(tensors: Iterable[TensorInfo]) -> list[Notice]:
+    """Rounding what was rounded before loses twice, so it is said."""
+    coarse = sorted({info.type_name for info in tensors} - {"F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
+    if not coarse:
+        return []
+    detail = (
+        f"the source is quantized already ({', '.join(coarse)}): what it lost stays lost; take the "
+        "original where there is one"
+    )
+    return [Notice("source_is_quantized", detail)]

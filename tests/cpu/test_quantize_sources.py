@@ -1,12 +1,14 @@
-"""Sources that are damaged, hold more than their model uses or are quantized already: what is said of them."""
+"""Sources that are damaged, hold more than their model uses or are quantized already: what is said."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,6 +18,7 @@ from edgellm_models.errors import BadInputError
 from edgellm_models.network import build
 from edgellm_quantize.api import quantize_model
 from edgellm_quantize.recipe import CalibrationSpec, QuantizeJob, QuantizeRecipe, QuantizeReport
+from tests.support.packed_folders import awq_tensors, compressed_tensors, gptq_tensors, pack_folder
 from tests.support.tiny_models import make_tiny, tiny_gguf
 from tests.support.tiny_text import TRAINING_TEXT
 
@@ -183,3 +186,73 @@ def test_what_the_model_of_a_gguf_does_not_use_is_left_out_and_told(form: str, t
     report = quantize(source, tmp_path / "out", form)
     assert "blk.1.attn_norm.weight" in next(n.detail for n in report.notices if n.kind == "unknown_tensors")
     assert loads(tmp_path / "out").spec.num_layers == 1
+
+
+def packed_source(method: str, folder: Path) -> dict[str, np.ndarray]:
+    """A folder of packed linears; the f32 values that they stand for, by Hugging Face name."""
+    tiny(folder, quantizable=True)
+    if method == "gptq":
+        section = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": True}
+        make = partial(gptq_tensors, bits=4, version=1)
+        return pack_folder(folder, section, make, bits=4, group=32, asym=False, shuffled=True)
+    if method == "awq":
+        section = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+        return pack_folder(folder, section, awq_tensors, bits=4, group=32, asym=True)
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    section = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head"],
+    }
+    make = partial(compressed_tensors, bits=8, asym=False)
+    return pack_folder(folder, section, make, bits=8, group=32, asym=False)
+
+
+def interleaved(values: np.ndarray, heads: int) -> np.ndarray:
+    """Rows i and i + d/2 of each head side by side, as a llama of GGUF has them."""
+    half = len(values) // heads // 2
+    order = [
+        head * 2 * half + part * half + i for head in range(heads) for i in range(half) for part in (0, 1)
+    ]
+    return values[order]
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed"])
+def test_gguf_files_from_packed_folders(method: str, tmp_path: Path) -> None:
+    """Floats hold the published formula's values; blocks decode near them, in gguf's decoder as in ours."""
+    import gguf
+
+    from edgellm_kernels.ggml_blocks import dequantize
+    from edgellm_models.checkpoint.tensor_names import hf_name
+
+    source = tmp_path / "source"
+    values = packed_source(method, source)
+    most = {"F32": 0.0, "BF16": 1e-5, "Q8_0": 1e-4, "Q4_0": 0.02, "Q4_K_M": 0.02, "Q2_K": 0.2}
+    jobs = [(kind, False) for kind in most] + [("Q4_0", True)]
+    for kind, calibrated in jobs:
+        out = tmp_path / f"{kind}{calibrated}.gguf"
+        report = quantize(source, out, "gguf", type=kind, calibrated=calibrated)
+        told = kinds(report)
+        assert told.count("source_is_quantized") == 1 and "requantized" not in told
+        checkpoint, seen = open_checkpoint(out), 0
+        for tensor in gguf.GGUFReader(out).tensors:
+            wanted = values.get(hf_name("llama", tensor.name) or "")
+            if wanted is None:
+                continue
+            if "attn_q." in tensor.name or "attn_k." in tensor.name:
+                wanted = interleaved(wanted, 4 if "attn_q" in tensor.name else 2)
+            decoded = gguf.dequantize(tensor.data, tensor.tensor_type)
+            if calibrated:  # error feedback trades the weights' error for the outputs'
+                assert np.square(decoded - wanted).sum() <= 0.1 * np.square(wanted).sum(), tensor.name
+            else:
+                assert np.square(decoded - wanted).sum() <= most[kind] * np.square(wanted).sum(), tensor.name
+            weight = checkpoint.weight(tensor.name)
+            ours = weight.data.float()
+            if kind[0] == "Q":
+                ours = dequantize(weight.data, weight.layout, weight.shape[1])
+            assert np.array_equal(ours.numpy(), decoded), tensor.name
+            seen += 1
+        assert seen == len(values) == 7
+    dry = quantize(source, tmp_path / "dry.gguf", "gguf", type="Q4_K_M", dry_run=True)
+    assert "source_is_quantized" in kinds(dry)
