@@ -19,6 +19,7 @@ from edgellm_quantize.gguf_typed_metadata import read_typed_metadata
 from edgellm_quantize.gguf_values import MetadataTable
 from edgellm_quantize.hf_tokenizer_files import read_tokenizer_files
 from edgellm_quantize.kquant_mix import ModelShape
+from edgellm_quantize.provenance import readable_name
 from edgellm_quantize.source_check import UsedTensors, requantized_notice, used_tensors
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ def _from_folder(checkpoint: Checkpoint, dtype: str) -> GGUFSource:
     spec = read_spec(checkpoint.file_format, checkpoint.metadata, checkpoint.tensors())
     used = used_tensors(checkpoint, spec)
     files = read_tokenizer_files(source)
-    fields = model_fields(spec, name=name_for_readers(source.resolve().name, files), dtype=dtype)
+    fields = model_fields(spec, name=name_for_readers(readable_name(source.resolve()), files), dtype=dtype)
     words = tokenizer_fields(files, checkpoint.metadata, spec.vocab_size)
     notices = [*checkpoint.notices, *used.notices, *fields.notices, *words.notices]
     notices += requantized_notice(info for name, info in checkpoint.tensors().items() if name in used.names)

@@ -217,8 +217,9 @@ def _byte_level(files: TokenizerFiles, model: Mapping[str, Any], rows: int, out:
 def _check_ids(files: TokenizerFiles) -> list[int] | None:
     from tokenizers import Tokenizer
 
+    data = (files.folder / "tokenizer.json").read_bytes()  # the library takes no path that is not UTF-8
     try:
-        return list(Tokenizer.from_file(str(files.folder / "tokenizer.json")).encode(CHECK_TEXT).ids)
+        return list(Tokenizer.from_buffer(data).encode(CHECK_TEXT).ids)
     except Exception as error:  # the library raises bare Exception
         raise BadInputError(
             f"{files.folder / 'tokenizer.json'}: the tokenizers library refuses it: {error}"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from edgellm_models.errors import OutputError
 from edgellm_quantize.estimates import tokens_of
 from edgellm_quantize.output_place import check_place, check_space, remove_stale_partials
+from edgellm_quantize.provenance import readable_name
 from edgellm_quantize.recipe import QuantizeJob
 from edgellm_quantize.work_folder import check_work_folder
 
@@ -40,10 +42,22 @@ def check_places(job: QuantizeJob, nbytes: int, layer_bytes: int = 0, hidden_siz
         check_place(imatrix, 0)
     if job.calibration.source != "none":
         work = work_folder_of(job)
+        _check_utf8(work)
         check_work_folder(work, resume=job.resume)
         state = _STREAM_STATES * _streams(job) * _most_tokens(job) * hidden_size * 4
         needs.append((work / "layer", max(0, layer_bytes + state - _bytes_there(work))))
     check_space(job.out, needs, " with the work folder" if len(needs) > 1 else "")
+
+
+def _check_utf8(work: Path) -> None:
+    """The safetensors library, which keeps finished layers, takes no other path."""
+    try:
+        str(work.absolute()).encode()
+    except UnicodeEncodeError:
+        raise OutputError(
+            f"{readable_name(work)}: calibration keeps finished layers in a folder whose path must be UTF-8: "
+            "name another one with --work-dir"
+        ) from None
 
 
 def _streams(job: QuantizeJob) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgellm_quantize.recipe import QuantizeJob, QuantizeRecipe
@@ -45,9 +47,15 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
+def readable_name(path: Path) -> str:
+    """The last part of ``path`` as text: names are bytes, and what is no UTF-8 in one becomes U+FFFD."""
+    return os.fsencode(path.name).decode("utf-8", "replace")
+
+
 def calibration_name(job: QuantizeJob) -> str:
     """What the output calls the calibration text."""
-    return job.calibration.path.name if job.calibration.path is not None else job.calibration.source
+    path = job.calibration.path
+    return job.calibration.source if path is None else readable_name(path)
 
 
 def recipe_record(
@@ -66,6 +74,6 @@ def recipe_record(
         "quantizer": [f"edgellm:{tool_version()}"],
         "recipe": recipe.record(),
         "calibration": calibration,
-        "imatrix": None if job.imatrix is None else job.imatrix.name,
-        "source": job.source.name,
+        "imatrix": None if job.imatrix is None else readable_name(job.imatrix),
+        "source": readable_name(job.source),
     }

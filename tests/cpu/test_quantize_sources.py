@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from edgellm_models.checkpoint import open_checkpoint
-from edgellm_models.errors import BadInputError
+from edgellm_models.errors import BadInputError, OutputError
 from edgellm_models.network import build
 from edgellm_quantize.api import quantize_model
 from edgellm_quantize.recipe import CalibrationSpec, QuantizeJob, QuantizeRecipe, QuantizeReport
@@ -55,11 +56,18 @@ def configure(folder: Path, **values: Any) -> Path:
 
 
 def quantize(
-    source: Path, out: Path, form: str, *, calibrated: bool = False, dry_run: bool = False, **recipe: Any
+    source: Path,
+    out: Path,
+    form: str,
+    *,
+    calibrated: bool = False,
+    dry_run: bool = False,
+    text_name: str = "calibration.txt",
+    **recipe: Any,
 ) -> QuantizeReport:
     calibration = CalibrationSpec()
     if calibrated:
-        text = out.with_name("calibration.txt")
+        text = out.with_name(text_name)
         text.write_text(TRAINING_TEXT)
         calibration = CalibrationSpec(source="file", path=text, samples=4, sequence_length=64)
     settings = QuantizeRecipe(effort="fast", **(FORMS[form] | recipe))
@@ -256,3 +264,32 @@ def test_gguf_files_from_packed_folders(method: str, tmp_path: Path) -> None:
         assert seen == len(values) == 7
     dry = quantize(source, tmp_path / "dry.gguf", "gguf", type="Q4_K_M", dry_run=True)
     assert "source_is_quantized" in kinds(dry)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("source_form", ["folder", "gguf"])
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_names_that_are_no_utf8(form: str, source_form: str, calibrated: bool, tmp_path: Path) -> None:
+    """Source, output and calibration text: what is written of the names is text."""
+    if calibrated and form not in CALIBRATED:
+        return
+    odd = os.fsdecode(b"m\xe9d")
+    source = tiny(tmp_path / odd)
+    if source_form == "gguf":
+        source = tiny_gguf(source, tmp_path / f"{odd}.gguf")
+    out = tmp_path / f"{odd}-out"
+    if calibrated:
+        with pytest.raises(OutputError, match="UTF-8: name another one with --work-dir"):
+            quantize(source, out, form, calibrated=True)
+        out = tmp_path / "out"
+    report = quantize(source, out, form, calibrated=calibrated, text_name=f"{odd}.txt")
+    json.dumps(report.as_json()).encode()
+    assert not [notice for notice in report.notices if "surrogate" in notice.detail]
+    written = loads(out).spec  # reads every string
+    assert written.num_layers == 1
+    metadata = open_checkpoint(out).metadata
+    if form in ("gguf", "dense gguf"):
+        assert metadata["general.name"] == "m\ufffdd"
+        assert not calibrated or metadata["quantize.imatrix.dataset"] == "m\ufffdd.txt"
+    else:
+        assert "m\ufffdd" in (out / "config.json").read_text(encoding="utf-8")
