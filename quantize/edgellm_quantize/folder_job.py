@@ -41,7 +41,7 @@ from edgellm_quantize.recipe import (
     QuantizeRecipe,
     QuantizeReport,
 )
-from edgellm_quantize.source_check import requantized_notice
+from edgellm_quantize.source_check import requantized_notice, tokenizer_notice
 
 if TYPE_CHECKING:
     import torch
@@ -180,7 +180,9 @@ def run_folder_job(job: QuantizeJob, checkpoint: Checkpoint, spec: ModelSpec) ->
         section = quantization_config(recipe, meta)
         refusals = vllm_refusals(section, plan.linears)
         notices += [Notice("vllm_refuses", f"for vLLM: {why}") for why in refusals]
-    config, side_files = _small_files(checkpoint, spec)
+    untold = tokenizer_notice(checkpoint)
+    notices += untold
+    config, side_files = _small_files(checkpoint, spec, has_tokenizer=not untold)
     estimated = sum(item.nbytes for item in plan.items)
     if job.dry_run:
         seconds, memory = _probe_seconds(tensors, recipe, plan), memory_needed(tensors)
@@ -253,13 +255,16 @@ def _calibrated(
     return Rounding(outcome, recipe.method, calibration.hash, calibration.num_tokens), tensors, run
 
 
-def _small_files(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[Mapping[str, Any], Callable[[Path], None]]:
+def _small_files(
+    checkpoint: Checkpoint, spec: ModelSpec, *, has_tokenizer: bool
+) -> tuple[Mapping[str, Any], Callable[[Path], None]]:
+    """config.json, and what writes the files beside it; a GGUF's tokenizer may be of no use."""
     if checkpoint.file_format == "safetensors":
         return checkpoint.metadata, lambda folder: copy_side_files(checkpoint.path, folder)
     from edgellm_quantize.hf_from_gguf import config_from_gguf, write_tokenizer_files
 
     config = config_from_gguf(checkpoint, spec)
-    return config, lambda folder: write_tokenizer_files(checkpoint, folder)
+    return config, lambda folder: write_tokenizer_files(checkpoint, folder) if has_tokenizer else None
 
 
 def _byte_progress(job: QuantizeJob, total: int, begin: float) -> Callable[[int], None] | None:

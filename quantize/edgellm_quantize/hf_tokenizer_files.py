@@ -69,7 +69,9 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     """Read what is there. BadInputError names the file that is damaged, or a folder without any tokenizer."""
     tokenizer = _optional(folder, "tokenizer.json")
     model_path = folder / "tokenizer.model"
-    if not tokenizer and not model_path.is_file():
+    if not isinstance(tokenizer.get("model"), Mapping) and not model_path.is_file():
+        if (folder / "tokenizer.json").is_file():
+            raise BadInputError(f"{folder / 'tokenizer.json'} has no tokenizer model in it")
         raise BadInputError(f"{folder}: neither tokenizer.json nor tokenizer.model is in this folder")
     config = _optional(folder, "tokenizer_config.json")
     return TokenizerFiles(

@@ -67,3 +67,15 @@ def requantized_notice(tensors: Iterable[TensorInfo]) -> list[Notice]:
         "original where there is one"
     )
     return [Notice("source_is_quantized", detail)]
+
+
+def tokenizer_notice(checkpoint: Checkpoint) -> list[Notice]:
+    """Said of a model whose tokenizer is not there or is damaged: its weights can be of use without."""
+    from edgellm_models.tokenizer import load_tokenizer
+
+    try:
+        load_tokenizer(checkpoint.path, checkpoint.file_format, checkpoint.metadata)
+    except BadInputError as error:
+        detail = f"there is no tokenizer to go with the weights, so that the output takes no text: {error}"
+        return [Notice("no_tokenizer", detail)]
+    return []

@@ -293,3 +293,41 @@ def test_names_that_are_no_utf8(form: str, source_form: str, calibrated: bool, t
         assert not calibrated or metadata["quantize.imatrix.dataset"] == "m\ufffdd.txt"
     else:
         assert "m\ufffdd" in (out / "config.json").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "neither tokenizer.json nor tokenizer.model"),
+        ("{}", r"tokenizer\.json has no tokenizer model in it"),
+        ('{"version": "1.0", "added_tokens": []}', r"tokenizer\.json has no tokenizer model in it"),
+    ],
+)
+def test_a_folder_without_a_usable_tokenizer(text: str | None, words: str, tmp_path: Path) -> None:
+    """A GGUF file holds the tokenizer: refused. A folder is of use without: told, also in a dry run."""
+    source = tiny(tmp_path / "source")
+    (source / "tokenizer.json").unlink()
+    if text is not None:
+        (source / "tokenizer.json").write_text(text)
+    for form in FORMS:
+        if "gguf" in form:
+            with pytest.raises(BadInputError, match=words):
+                quantize(source, tmp_path / "out", form)
+            continue
+        for dry_run in (True, False):
+            report = quantize(source, tmp_path / f"out {form}", form, dry_run=dry_run)
+            (notice,) = [notice for notice in report.notices if notice.kind == "no_tokenizer"]
+            assert "tokenizer.json" in notice.detail
+        loads(tmp_path / f"out {form}")
+    assert "no_tokenizer" not in kinds(quantize(tiny(tmp_path / "whole"), tmp_path / "out", "gptq"))
+
+
+def test_a_gguf_without_a_usable_tokenizer(tmp_path: Path) -> None:
+    source = tiny_gguf(tiny(tmp_path / "m"), tmp_path / "m.gguf")
+    data = source.read_bytes()
+    for key in (b"tokenizer.ggml.model", b"tokenizer.ggml.tokens"):
+        assert data.count(key) == 1
+        (tmp_path / "cut.gguf").write_bytes(data.replace(key, key[:-1] + b"x"))
+        out = tmp_path / f"out {key.decode()}"
+        assert "no_tokenizer" in kinds(quantize(tmp_path / "cut.gguf", out, "gptq"))
+        assert loads(out) and not list(out.glob("tokenizer*"))
