@@ -63,7 +63,7 @@ def _chunks(tensor: SourceTensor, kind: str) -> Chunks:
 
 
 def cast_dense(rows: np.ndarray[Any, Any], kind: str, name: str) -> np.ndarray[Any, Any]:
-    """f32 rows as F32, F16 or BF16. BadInputError names the tensor whose values F16 cannot hold."""
+    """f32 rows as F32, F16 or BF16. BadInputError names the tensor whose values the type cannot hold."""
     import torch
 
     if kind == "F16":
@@ -75,5 +75,8 @@ def cast_dense(rows: np.ndarray[Any, Any], kind: str, name: str) -> np.ndarray[A
             )
         return torch.from_numpy(rows).to(torch.float16).numpy()
     if kind == "BF16":
-        return torch.from_numpy(rows).to(torch.bfloat16).view(torch.int16).numpy()
+        cast = torch.from_numpy(rows).to(torch.bfloat16)
+        if not bool(torch.isfinite(cast).all()):
+            raise BadInputError(f"tensor {name} has a value too large for bf16: write f32")
+        return cast.view(torch.int16).numpy()
     return rows

@@ -104,7 +104,8 @@ def round_without_calibration(
 
     ``importance`` [K] of some linears weighs the errors of their columns.
     """
-    from edgellm_quantize.rounding import round_nearest
+    from edgellm_quantize.grids import clipped_notice, within_reach
+    from edgellm_quantize.rounding import output_error, round_nearest
 
     by_name = importance or {}
 
@@ -114,10 +115,13 @@ def round_without_calibration(
         start = time.perf_counter()
         weight = tensors.dense(name).float()
         rounded = round_nearest(weight, grid, by_name.get(name), recipe.preset.scale_candidates)
-        power = float(weight.square().sum())
-        error = float((rounded.values - weight).square().sum()) / power if power else 0.0
+        error = output_error(weight, rounded.values, None)
+        _, clipped = within_reach(weight, grid)
+        notices = [clipped_notice(name, clipped, grid.label)] if clipped else []
         seconds = time.perf_counter() - start
-        return LayerOutcome(name, rounded.weight, error, seconds, rounded.method, rounded.notices)
+        return LayerOutcome(
+            name, rounded.weight, error, seconds, rounded.method, (*rounded.notices, *notices)
+        )
 
     return Rounding(outcome, "rtn")
 

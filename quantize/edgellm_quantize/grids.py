@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from edgellm_models.errors import BadInputError
+from edgellm_models.errors import BadInputError, Notice
 
 if TYPE_CHECKING:
     import torch
@@ -66,6 +66,16 @@ def _spread(parts: torch.Tensor, weights: int) -> torch.Tensor:
 class Grid(Protocol):
     """A weight format as rounding sees it: spans of a row that share their parameters."""
 
+    @property
+    def label(self) -> str:
+        """What messages call the format."""
+        ...
+
+    @property
+    def reach(self) -> float:
+        """The greatest magnitude that a weight can have: scales are f16 numbers."""
+        ...
+
     def span(self, in_features: int) -> int:
         """Weights of a row that are fitted together. BadInputError for rows that the format cannot hold."""
         ...
@@ -120,6 +130,14 @@ class IntegerGrid:
             raise BadInputError(f"bits must be 2, 3, 4 or 8, not {self.bits}")
         if self.group_size != -1 and self.group_size < 1:
             raise BadInputError(f"the group size must be -1 (a whole row) or positive, not {self.group_size}")
+
+    @property
+    def label(self) -> str:
+        return f"{self.bits} bits with f16 scales"
+
+    @property
+    def reach(self) -> float:
+        return LARGEST_SCALE * (self.middle if self.symmetric else self.high)
 
     @property
     def high(self) -> int:
@@ -188,6 +206,16 @@ class BlockTypeGrid:
     type_name: str
     effort: str = "default"
 
+    @property
+    def label(self) -> str:
+        return self.type_name
+
+    @property
+    def reach(self) -> float:
+        from edgellm_quantize.kquant_codec import reach
+
+        return reach(self.type_name)
+
     def span(self, in_features: int) -> int:
         from edgellm_quantize.block_grids import GRIDS
 
@@ -239,6 +267,23 @@ class BlockTypeGrid:
         ]
         data = torch.from_numpy(np.concatenate(packed, axis=1))
         return BlockQuantWeight(data, BlockLayout(self.type_name), columns)
+
+
+def within_reach(weight: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, int]:
+    """The weights cut to what the grid can hold, and how many were cut. Without any it is ``weight`` itself.
+
+    What is beyond would not only be lost: squares of it exceed f32, and no scale would seem better than
+    another.
+    """
+    if max(float(weight.amax()), -float(weight.amin())) <= grid.reach:
+        return weight, 0
+    return weight.clamp(-grid.reach, grid.reach), int((weight.abs() > grid.reach).sum())
+
+
+def clipped_notice(name: str, count: int, label: str) -> Notice:
+    """Said of a tensor with weights beyond the range of its format."""
+    what = "1 weight is" if count == 1 else f"{count:,} weights are"
+    return Notice("weights_clipped", f"tensor {name}: {what} beyond the range of {label}: clipped")
 
 
 def f16_scale(scale: torch.Tensor) -> torch.Tensor:

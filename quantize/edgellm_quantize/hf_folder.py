@@ -168,6 +168,8 @@ def _dense(
                 "write another type"
             )
         cast = rows.to(kind).contiguous()
+        if dtype == "BF16" and not bool(torch.isfinite(cast).all()):
+            raise BadInputError(f"tensor {tensors.name(canonical)} has a value too large for bf16: write f32")
         yield cast.view(torch.int16).numpy() if kind is torch.bfloat16 else cast.numpy()
         tensors.checkpoint.release_pages()
 

@@ -30,6 +30,7 @@ __all__ = [
     "encode_rows",
     "fit_blocks",
     "pack",
+    "reach",
     "round_column",
     "unpack",
 ]
@@ -91,7 +92,7 @@ def encode_rows(
     if native and library is None:
         raise ValueError(f"there is no native library: {why_missing()}")
     out = np.empty((count, width // grid.elements * grid.nbytes), dtype=np.uint8)
-    reach = np.float32(F16_MAX * _reach(type_name))
+    most = np.float32(reach(type_name))
 
     def part(start: int, stop: int) -> int:
         chunk = rows[start:stop]
@@ -103,7 +104,7 @@ def encode_rows(
             out[start:stop] = _in_numpy(chunk, local, grid, plan)
         else:
             _native(library, chunk, local, grid, plan, out[start:stop])
-        return int(np.count_nonzero(np.abs(chunk) > reach)) if largest > reach else 0
+        return int(np.count_nonzero(np.abs(chunk) > most)) if largest > most else 0
 
     step = max(1, (_NATIVE_CHUNK if library else _NUMPY_CHUNK) // max(1, width))
     starts = range(0, count, step)
@@ -157,14 +158,14 @@ def _native(
     )
 
 
-def _reach(type_name: str) -> float:
-    """The greatest magnitude that a block can hold, as a multiple of the greatest f16."""
+def reach(type_name: str) -> float:
+    """The greatest magnitude that a block can hold."""
     grid = GRIDS[type_name]
     code = 127 if type_name == "Q8_0" else max(grid.zero, grid.max_code - grid.zero)
     if grid.scale_range is None:
-        return float(code + grid.has_offset)
+        return float(F16_MAX * (code + grid.has_offset))
     scale = max(abs(bound) for bound in grid.scale_range)
-    return float(scale * code)
+    return float(F16_MAX * (scale * code))
 
 
 def normalized_importance(importance: Array) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,7 @@ from edgellm_models.network.hold import give_back_memory
 from edgellm_quantize.awq import search_scales
 from edgellm_quantize.capture import STAGE_STEMS, STAGES, StageStatistics, Stream, collect
 from edgellm_quantize.folding import CheckpointTensors, expand, fold, source_rows
-from edgellm_quantize.grids import Grid, IntegerGrid, dequantize, f16_scale
+from edgellm_quantize.grids import Grid, IntegerGrid, clipped_notice, dequantize, f16_scale, within_reach
 from edgellm_quantize.hf_tensors import is_block_linear
 from edgellm_quantize.overlay import OverlayCheckpoint
 from edgellm_quantize.recipe import OUTPUT_ERROR, WEIGHT_ERROR, LayerOutcome, LayerStatistics, QuantizedLinear
@@ -134,6 +135,8 @@ class LayerRounding:
                 )
 
     def _round_stage(self, stage: str, names: Sequence[str], stream: Stream | None) -> None:
+        import torch
+
         method = self.plan.method
         if self._seen is not None and method == "awq":
             assert stream is not None
@@ -142,6 +145,8 @@ class LayerRounding:
                 self._seen, method = folded, "awq+gptq"
         begun = time.monotonic()
         hessian = None if self._seen is None else self._seen.input.hessian
+        # What huge weights make of the inputs may be no number: then weights are compared.
+        judge = hessian if hessian is None or math.isfinite(float(hessian.sum(dtype=torch.float64))) else None
         # Linears with one grid are rounded together: their rows are independent, the factorization is one.
         by_grid: dict[Grid, list[str]] = {}
         for name in names:
@@ -162,15 +167,19 @@ class LayerRounding:
                 rows = slice(start, start + len(matrix))
                 start += len(matrix)
                 values = found.values[rows]
-                error = output_error(matrix, values, hessian)
+                error = output_error(matrix, values, judge)
+                notes = [Notice(note.kind, f"{name}: {note.detail}") for note in found.notices]
+                _, clipped = within_reach(matrix, grid)
+                if clipped:
+                    notes.append(clipped_notice(name, clipped, grid.label))
                 self.result.outcomes[name] = LayerOutcome(
                     name,
                     _rows(found.weight, rows),
                     error,
                     seconds * len(matrix) / len(weight),
                     done,
-                    tuple(Notice(note.kind, f"{name}: {note.detail}") for note in found.notices),
-                    WEIGHT_ERROR if hessian is None else OUTPUT_ERROR,
+                    tuple(notes),
+                    WEIGHT_ERROR if judge is None else OUTPUT_ERROR,
                 )
                 self._overlay.replaced[name] = values.contiguous()
             begun = time.monotonic()
@@ -200,6 +209,8 @@ class LayerRounding:
         self, stage: str, names: Sequence[str], seen: StageStatistics, stream: Stream
     ) -> StageStatistics | None:
         """Search factors for a stage and put them in; None where nothing may change or be better."""
+        import torch
+
         hessian = seen.input.hessian
         grids = {self.plan.grids[name] for name in names}
         stems = [stem for stem in STAGE_STEMS[stage] if self._overlay.has(f"{self._prefix}{stem}.weight")]
@@ -224,6 +235,8 @@ class LayerRounding:
             return None
         columns = expand(self.spec, stage, found.scales)
         changed = fold(self._tensors, self.spec, self.index, stage, found.scales)
+        if not all(math.isfinite(float(value.sum(dtype=torch.float64))) for value in changed.values()):
+            return None  # weights near the end of f32
         if source is not None:
             name = source.name
             assert isinstance(source.weight, QuantizedLinear)

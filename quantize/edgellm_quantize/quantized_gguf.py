@@ -18,6 +18,7 @@ from edgellm_quantize.gguf_file import PlannedTensor, write_gguf_file
 from edgellm_quantize.gguf_sizes import file_nbytes, tensor_nbytes
 from edgellm_quantize.gguf_source import GGUFSource, SourceTensor, open_gguf_source
 from edgellm_quantize.gguf_values import GGUFValue, MetadataTable, text, u32
+from edgellm_quantize.grids import clipped_notice
 from edgellm_quantize.imatrix_file import ImportanceMatrix, no_importance_notice
 from edgellm_quantize.kquant_codec import encode_rows
 from edgellm_quantize.kquant_mix import FILE_TYPE_IDS, choose_types, is_quantized
@@ -34,6 +35,7 @@ from edgellm_quantize.recipe import (
     QuantizeReport,
     TensorReport,
 )
+from edgellm_quantize.rounding import sum_of_squares
 
 Array = np.ndarray[Any, Any]
 
@@ -204,10 +206,7 @@ def _plan_tensor(
             step(tensor, int(chunk.nbytes * math.prod(tensor.shape) / max(1, nbytes)))
         outcome.seconds += time.perf_counter() - start
         if outcome.clipped:
-            detail = (
-                f"tensor {tensor.name}: {outcome.clipped} weights are beyond the range of {kind}: clipped"
-            )
-            notices.append(Notice("weights_clipped", detail))
+            notices.append(clipped_notice(tensor.name, outcome.clipped, kind))
 
     return PlannedTensor(tensor.name, tensor.shape, kind, nbytes, chunks)
 
@@ -239,6 +238,8 @@ def _encoded(
     notices: list[Notice],
 ) -> Iterator[Array]:
     """The rows' bytes in a block type, each chunk decoded again and measured."""
+    import torch
+
     chosen = plan.encode(tensor, kind) if plan.encode is not None else None
     rounded = plan.outcome(tensor.name) if chosen is not None else None
     if rounded is not None:
@@ -256,7 +257,7 @@ def _encoded(
         else:
             data = next(chosen)
         outcome.squared_error += _squared_error(tensor, kind, data, rows)
-        outcome.squares += float(np.vdot(rows, rows))
+        outcome.squares += sum_of_squares(torch.from_numpy(rows))
         yield data
 
 
@@ -268,11 +269,9 @@ def _squared_error(tensor: SourceTensor, kind: str, data: Array, rows: Array) ->
     from edgellm_kernels.weights import BlockLayout
 
     decoded = dequantize(torch.from_numpy(data), BlockLayout(kind), rows.shape[1]).numpy()
-    difference = decoded - rows
-    error = float(np.vdot(difference, difference))
     if not np.isfinite(decoded).all():
         raise OutputError(f"tensor {tensor.name}: its {kind} bytes decode to values that are not finite")
-    return error
+    return sum_of_squares(torch.from_numpy(decoded - rows))
 
 
 def _say_requantized(model: GGUFSource, plan: QuantizedPlan, notices: list[Notice]) -> None:

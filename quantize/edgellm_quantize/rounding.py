@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from edgellm_models.errors import Notice
-from edgellm_quantize.grids import Fit, Grid
+from edgellm_quantize.grids import Fit, Grid, within_reach
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +20,8 @@ _STRIP = 32
 _DOUBLE_LIMIT = 4096
 """Up to this many inputs the Hessian is factored in f64."""
 _DAMPING_STEPS = 12
+_SUMMED = 1 << 18
+"""Values that are squared at once."""
 _LEAST_IMPORTANCE = 1e-4
 """Share of the mean below which no input's importance falls: calibration has not seen all there is."""
 
@@ -64,6 +66,7 @@ def round_nearest(
     """Every weight of [N, K] to the nearest value of its span's grid, fitted with ``importance`` [K]."""
     import torch
 
+    weight, _ = within_reach(weight, grid)
     columns = weight.shape[1]
     span = grid.span(columns)
     fits, codes = [], torch.empty_like(weight, dtype=torch.float32)
@@ -170,6 +173,7 @@ def gptq(
     import torch
 
     options = options or RoundingOptions()
+    weight, _ = within_reach(weight, grid)
     columns = weight.shape[1]
     span = grid.span(columns)
     diagonal = hessian.diagonal()
@@ -349,15 +353,31 @@ def asymmetric_target(
 
 
 def output_error(weight: torch.Tensor, values: torch.Tensor, hessian: torch.Tensor | None) -> float:
-    """tr(E H E^T) / tr(W H W^T) with E = W - values; squares without the Hessian. 0 where W X is 0."""
-    import torch
+    """tr(E H E^T) / tr(W H W^T) with E = W - values; squares without the Hessian. 0 where W X is 0.
 
+    A number for all that is finite, however large.
+    """
     weight = weight.float()
     error = weight - values
     if hessian is None:
-        above, below = error.square().sum(), weight.square().sum()
+        above, below = sum_of_squares(error), sum_of_squares(weight)
     else:
-        above, below = ((error @ hessian) * error).sum(), ((weight @ hessian) * weight).sum()
-    if not bool(below > 0):
-        return 0.0
-    return float(torch.clamp(above / below, min=0))
+        above, below = _power(error, hessian), _power(weight, hessian)
+        if not math.isfinite(above + below):
+            # Beyond f32: the quotient of the same things made smaller.
+            size = max(float(weight.abs().max()), float(error.abs().max()))
+            hessian = hessian / float(hessian.diagonal().max())
+            above, below = _power(error / size, hessian), _power(weight / size, hessian)
+    return max(0.0, above / below) if below > 0 else 0.0
+
+
+def sum_of_squares(values: torch.Tensor) -> float:
+    """In f64, some of the values at a time: squares of what f32 holds may be too large or small for it."""
+    import torch
+
+    return sum(float(part.to(torch.float64).square().sum()) for part in values.flatten().split(_SUMMED))
+
+
+def _power(rows: torch.Tensor, hessian: torch.Tensor) -> float:
+    """tr(R H R^T)"""
+    return float(((rows @ hessian) * rows).sum())

@@ -40,6 +40,8 @@ HEAD_ROWS = 64
 STRIP_WEIGHTS = 64 << 20
 """Weights of a matrix that are rounded at once: every linear of an 8B model, but not its embedding."""
 _F16_ERROR = 2.0**-24
+_LARGE = 1e15
+"""From here on sums of squares are formed in f64: they may exceed f32."""
 _WIDE = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0")
 _NARROW = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 
@@ -208,8 +210,11 @@ def sampled_layers(count: int) -> list[int]:
 def relative_error(rows: Array, kind: str, importance: Array | None) -> float:
     """Weighted squared error of ``rows`` f32 [n, k] in a block type, over their weighted squares."""
     weights = 1.0 if importance is None else importance / max(float(importance.mean()), 1e-30)
+    rounded = _rounded(rows, kind, importance)
+    if float(np.abs(rows).max(initial=0.0)) > _LARGE:
+        rows = rows.astype(np.float64)
     below = float((weights * np.square(rows)).sum())
-    return float((weights * np.square(_rounded(rows, kind, importance) - rows)).sum()) / max(below, 1e-30)
+    return float((weights * np.square(rounded - rows)).sum()) / max(below, 1e-30)
 
 
 def _rounded(rows: Array, kind: str, importance: Array | None = None) -> Array:

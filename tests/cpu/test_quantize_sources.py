@@ -331,3 +331,95 @@ def test_a_gguf_without_a_usable_tokenizer(tmp_path: Path) -> None:
         out = tmp_path / f"out {key.decode()}"
         assert "no_tokenizer" in kinds(quantize(tmp_path / "cut.gguf", out, "gptq"))
         assert loads(out) and not list(out.glob("tokenizer*"))
+
+
+LARGEST = float(np.finfo(np.float32).max)
+
+
+@pytest.mark.parametrize("value", [1e30, -LARGEST])
+@pytest.mark.parametrize("form", ["gguf", "gptq", "awq", "compressed"])
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_weights_beyond_every_scale(value: float, form: str, calibrated: bool, tmp_path: Path) -> None:
+    """They are clipped, not lost; it is said; the error is a number, and the first of the largest."""
+    from edgellm.cli.quantize import summary
+    from edgellm_quantize.grids import dequantize
+
+    if calibrated and form not in CALIBRATED:
+        return
+
+    def spoil(tensors: Tensors) -> None:
+        tensors[UP_PROJ][3, 5] = value
+
+    source = change(tiny(tmp_path / "source"), spoil)
+    report = quantize(source, tmp_path / "out", form, calibrated=calibrated)
+    (notice,) = [notice for notice in report.notices if notice.kind == "weights_clipped"]
+    assert "blk.0.ffn_up.weight: 1 weight is beyond the range of" in notice.detail
+    errors = {tensor.name: tensor.relative_error for tensor in report.tensors}
+    assert errors["blk.0.ffn_up.weight"] == pytest.approx(1.0, abs=1e-6)
+    assert all(error < 0.1 for name, error in errors.items() if error is not None and "ffn_up" not in name)
+    measure = "outputs" if calibrated else "weights"
+    first = f"largest relative squared errors of {measure}: blk.0.ffn_up.weight 100.00%"
+    assert any(line.startswith(first) for line in summary(report))
+    weight = open_checkpoint(tmp_path / "out").weight("blk.0.ffn_up.weight")
+    decoded = dequantize(weight)
+    if not calibrated or form != "awq":  # AWQ's factors go over the columns after that
+        reached = decoded[3, 5].item()
+        assert 65504 * 7 <= abs(reached) <= 65504 * 15 and (reached > 0) == (value > 0)
+    others = torch.arange(len(decoded)) != 3
+    before = load_file(source / "model.safetensors")[UP_PROJ]
+    if not calibrated:
+        lost = (decoded - before)[others].square().sum() / before[others].square().sum()
+        assert lost < 0.02
+
+
+def test_the_number_of_weights_beyond_is_said(tmp_path: Path) -> None:
+    def spoil(tensors: Tensors) -> None:
+        tensors[UP_PROJ][3, 5], tensors[UP_PROJ][7, 60], tensors[UP_PROJ][8, 2] = 1e30, -1e9, 60000.0
+
+    source = change(tiny(tmp_path / "source"), spoil)
+    for form in ("gguf", "gptq"):
+        details = [n.detail for n in quantize(source, tmp_path / form, form).notices if "clipped" in n.kind]
+        assert len(details) == 1 and "2 weights are beyond the range of" in details[0]
+
+
+def test_errors_are_formed_in_f64(tmp_path: Path) -> None:
+    """Of weights whose squares f32 does not hold, large and small, by the definition."""
+    from edgellm_quantize.grids import dequantize
+
+    for scale in (1e-25, 1e25):
+
+        def spoil(tensors: Tensors, scale: float = scale) -> None:
+            tensors[UP_PROJ] *= scale
+
+        source = change(tiny(tmp_path / f"source {scale}"), spoil)
+        before = load_file(source / "model.safetensors")[UP_PROJ].double()
+        for form in ("gguf", "gptq"):
+            out = tmp_path / f"{form} {scale}"
+            report = quantize(source, out, form)
+            written = dequantize(open_checkpoint(out).weight("blk.0.ffn_up.weight")).double()
+            wanted = float((written - before).square().sum() / before.square().sum())
+            assert wanted > 0.9
+            (error,) = [t.relative_error for t in report.tensors if t.name == "blk.0.ffn_up.weight"]
+            assert error == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_types_are_chosen_beside_a_weight_beyond_every_scale(calibrated: bool, tmp_path: Path) -> None:
+    def spoil(tensors: Tensors) -> None:
+        tensors[UP_PROJ][3, 5] = 1e30
+
+    source = change(tiny(tmp_path / "source", quantizable=True), spoil)
+    report = quantize(source, tmp_path / "out", "gguf", calibrated=calibrated, target_bpw=5.0)
+    assert "weights_clipped" in kinds(report) and report.bits_per_weight <= 5.0
+    assert all(tensor.relative_error is None or tensor.relative_error <= 1.1 for tensor in report.tensors)
+
+
+def test_a_weight_that_bf16_cannot_hold_is_refused(tmp_path: Path) -> None:
+    def spoil(tensors: Tensors) -> None:
+        tensors[UP_PROJ][3, 5] = LARGEST
+
+    source = change(tiny(tmp_path / "source"), spoil)
+    for form, recipe in (("hf", {"dtype": "bf16"}), ("dense gguf", {"type": "BF16"})):
+        with pytest.raises(BadInputError, match=r"up_proj\.weight .*too large for bf16: write f32"):
+            quantize(source, tmp_path / "out", form, **recipe)
+    assert {path.name for path in tmp_path.iterdir()} == {"source"}

@@ -247,7 +247,7 @@ def test_huge_weights_are_clipped_and_told(tmp_path: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     report = write_quantized_gguf(folder, tmp_path / "q.gguf", "Q4_0", effort="fast")
     detail = next(notice for notice in report.notices if notice.kind == "weights_clipped").detail
-    assert "blk.0.ffn_up.weight" in detail and "1 weights" in detail
+    assert "blk.0.ffn_up.weight" in detail and "1 weight is" in detail
 
 
 def test_codes_that_were_chosen_elsewhere_are_written(tmp_path: Path) -> None:
