@@ -375,7 +375,10 @@ def sum_of_squares(values: torch.Tensor) -> float:
     """In f64, some of the values at a time: squares of what f32 holds may be too large or small for it."""
     import torch
 
-    return sum(float(part.to(torch.float64).square().sum()) for part in values.flatten().split(_SUMMED))
+    flat, total = values.flatten(), 0.0
+    for start in range(0, flat.numel(), _SUMMED):
+        total += float(flat[start : start + _SUMMED].to(torch.float64).square().sum())
+    return total
 
 
 def _power(rows: torch.Tensor, hessian: torch.Tensor) -> float:

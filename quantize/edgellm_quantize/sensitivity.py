@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from edgellm_kernels.ggml_types import GGML_TYPES_BY_NAME
+from edgellm_quantize.block_grids import F16_MAX
 from edgellm_quantize.gguf_sizes import tensor_nbytes
 from edgellm_quantize.hf_tensors import is_block_linear
 from edgellm_quantize.recipe import TENSOR_TYPES
@@ -86,7 +87,10 @@ def type_options(
         )
         rows = _sample(checkpoint, name)
         found = []
-        for kind in candidate_types(info.shape[-1]):
+        kinds = candidate_types(info.shape[-1])
+        if len(kinds) > 1 and float(np.abs(rows).max(initial=0.0)) > F16_MAX:
+            kinds = tuple(kind for kind in kinds if kind != "F16")  # it is refused when it is written
+        for kind in kinds:
             error = _F16_ERROR if kind == "F16" else relative_error(rows, kind, weights)
             found.append(TypeOption(kind, tensor_nbytes(info.shape, kind), error * sensitivity.loss[name]))
         if info.type_name in TENSOR_TYPES and info.type_name != "F32":
@@ -247,12 +251,15 @@ def _reference(checkpoint: Checkpoint, name: str) -> tuple[BlockQuantWeight, flo
         weight = _picked(stored, slice(start, start + step))
         encoded.append(torch.from_numpy(encode_rows(weight.numpy(), REFERENCE, None, "fast").data))
         difference = dequantize(BlockQuantWeight(encoded[-1], layout, columns)).sub_(weight).numpy()
-        above += np.square(difference, out=difference).sum()
+        with np.errstate(over="ignore"):
+            above += np.square(difference, out=difference).sum()
         del difference
         below += weight.square().sum()
         checkpoint.release_pages()
     data = encoded[0] if len(encoded) == 1 else torch.cat(encoded)
-    return BlockQuantWeight(data, layout, columns), float(above / max(1e-30, below))
+    # Squares beyond f32: nearly all of them are in weights that no scale reaches.
+    error = float(above / max(1e-30, below)) if np.isfinite(float(below)) else 1.0
+    return BlockQuantWeight(data, layout, columns), error
 
 
 def dense(checkpoint: Checkpoint, name: str) -> torch.Tensor:
