@@ -32,6 +32,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "hf": {"format": "hf", "dtype": "f32"},
 }
 CALIBRATED = ("gguf", "gptq", "awq")
+ROUNDED = ("gguf", "gptq", "awq", "compressed")
+JOBS = [(form, False) for form in FORMS] + [(form, True) for form in CALIBRATED]
 Tensors = dict[str, torch.Tensor]
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 UP_PROJ = "model.layers.0.mlp.up_proj.weight"
@@ -77,8 +79,7 @@ def quantize(
 def refused(source: Path, folder: Path, words: str) -> None:
     """Every kind of job says so, and none leaves anything."""
     folder.mkdir()
-    jobs = [(form, False) for form in FORMS] + [(form, True) for form in CALIBRATED]
-    for form, calibrated in jobs:
+    for form, calibrated in JOBS:
         for dry_run in (True, False):
             with pytest.raises(BadInputError, match=words):
                 quantize(source, folder / "out", form, calibrated=calibrated, dry_run=dry_run)
@@ -142,11 +143,8 @@ def test_a_missing_head_is_refused_by_every_job(tmp_path: Path) -> None:
     refused(source, tmp_path / "outs", r"lm_head\.weight.* is missing")
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.parametrize(("form", "calibrated"), JOBS)
 def test_a_tied_head_that_is_left_out_is_told(form: str, calibrated: bool, tmp_path: Path) -> None:
-    if calibrated and form not in CALIBRATED:
-        return
 
     def differ(tensors: Tensors) -> None:
         tensors["lm_head.weight"].neg_()
@@ -158,14 +156,11 @@ def test_a_tied_head_that_is_left_out_is_told(form: str, calibrated: bool, tmp_p
     assert loads(tmp_path / "out").spec.tied_embeddings
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.parametrize(("form", "calibrated"), JOBS)
 def test_what_the_model_does_not_use_is_left_out_and_told(
     form: str, calibrated: bool, tmp_path: Path
 ) -> None:
     """A layer more than config.json has, a bias of the head, a name of another family."""
-    if calibrated and form not in CALIBRATED:
-        return
 
     def extend(tensors: Tensors) -> None:
         tensors["lm_head.bias"] = torch.ones(len(tensors["lm_head.weight"]))
@@ -266,13 +261,10 @@ def test_gguf_files_from_packed_folders(method: str, tmp_path: Path) -> None:
     assert "source_is_quantized" in kinds(dry)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "calibrated"), JOBS)
 @pytest.mark.parametrize("source_form", ["folder", "gguf"])
-@pytest.mark.parametrize("calibrated", [False, True])
 def test_names_that_are_no_utf8(form: str, source_form: str, calibrated: bool, tmp_path: Path) -> None:
     """Source, output and calibration text: what is written of the names is text."""
-    if calibrated and form not in CALIBRATED:
-        return
     odd = os.fsdecode(b"m\xe9d")
     source = tiny(tmp_path / odd)
     if source_form == "gguf":
@@ -337,15 +329,11 @@ LARGEST = float(np.finfo(np.float32).max)
 
 
 @pytest.mark.parametrize("value", [1e30, -LARGEST])
-@pytest.mark.parametrize("form", ["gguf", "gptq", "awq", "compressed"])
-@pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.parametrize(("form", "calibrated"), [job for job in JOBS if job[0] in ROUNDED])
 def test_weights_beyond_every_scale(value: float, form: str, calibrated: bool, tmp_path: Path) -> None:
     """They are clipped, not lost; it is said; the error is a number, and the first of the largest."""
     from edgellm.cli.quantize import summary
     from edgellm_quantize.grids import dequantize
-
-    if calibrated and form not in CALIBRATED:
-        return
 
     def spoil(tensors: Tensors) -> None:
         tensors[UP_PROJ][3, 5] = value
