@@ -2,8 +2,8 @@
 
 GPTQModel is no dependency: install it in an environment of its own (``pip install gptqmodel optimum
 accelerate compressed-tensors``). Folders are made without calibration, and those of quantize_quality, where
-they were made, are calibrated. transformers computes in the type that a folder declares; what that type alone
-costs is beside each figure: the same weights, decoded into a dense folder, in transformers in that type.
+they were made, are calibrated. transformers computes in f32, which shows what it reads, and in the type that
+a folder declares; what that type alone costs is beside it: the same weights, decoded into a dense folder.
 
 EDGELLM_GPTQMODEL_PYTHON  the Python of that environment; without it nothing is measured
 EDGELLM_QUALITY_FOLDER    where twins and outputs are kept, see quantize_quality
@@ -59,12 +59,15 @@ def our_logits(folder: Path, sequences: Sequence[Sequence[int]]) -> torch.Tensor
         return output_head(loader)(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
 
 
-def their_logits(folder: Path, sequences: Sequence[Sequence[int]]) -> tuple[torch.Tensor, dict[str, Any]]:
+def their_logits(
+    folder: Path, sequences: Sequence[Sequence[int]], *options: str
+) -> tuple[torch.Tensor, dict[str, Any]]:
     """The same by transformers, and what it ran."""
     with tempfile.TemporaryDirectory() as place:
         tokens, out = Path(place) / "tokens.json", Path(place) / "logits.npy"
         tokens.write_text(json.dumps([list(ids) for ids in sequences]), encoding="utf-8")
-        command = [os.environ[PYTHON], ROOT / "tools" / "logits_with_transformers.py", folder, tokens, out]
+        script = ROOT / "tools" / "logits_with_transformers.py"
+        command = [os.environ[PYTHON], script, folder, tokens, out, *options]
         done = subprocess.run(
             list(map(str, command)), check=True, stdout=subprocess.PIPE, text=True, cwd=place
         )
@@ -80,6 +83,20 @@ def dense_error(folder: Path, mine: torch.Tensor, sequences: Sequence[Sequence[i
         theirs, ran = their_logits(out, sequences)
     assert ran["dtype"] == dtype, ran
     return float((theirs - mine).norm() / mine.norm())
+
+
+def figures(name: str, folder: Path, sequences: Sequence[Sequence[int]]) -> Iterator[Figure]:
+    """In f32 and in the folder's own type."""
+    mine = our_logits(folder, sequences)
+    for options in (("--float32",), ()):
+        theirs, ran = their_logits(folder, sequences, *options)
+        error = float((theirs - mine).norm() / mine.norm())
+        peer = ", ".join(f"{package} {version}" for package, version in ran["versions"].items())
+        dtype = ran["dtype"].removeprefix("torch.")
+        dense = {} if options else {"dense": dense_error(folder, mine, sequences, ran["dtype"])}
+        unit = "relative" + "".join(f"; dense {value:.2g}" for value in dense.values())
+        title = f"{name}, logits of transformers in {dtype} over those of our f32 model"
+        yield Figure(title, error, unit, f"at most {MOST}", error <= MOST, peer, ran | dense)
 
 
 def folders(bench: Bench, output: str, case: str | None) -> Iterator[tuple[str, Path]]:
@@ -101,12 +118,4 @@ def run() -> Iterator[Figure]:
         sequences = [ids[i * _LENGTH : (i + 1) * _LENGTH] for i in range(_SEQUENCES)]
         for output in os.environ.get("EDGELLM_FOLDER_OUTPUTS", ",".join(OUTPUTS)).split(","):
             for how, folder in folders(bench, output, OUTPUTS[output]):
-                mine = our_logits(folder, sequences)
-                theirs, ran = their_logits(folder, sequences)
-                error = float((theirs - mine).norm() / mine.norm())
-                dense = dense_error(folder, mine, sequences, ran["dtype"])
-                peer = ", ".join(f"{package} {version}" for package, version in ran["versions"].items())
-                name = f"{model}: {output} {how}, logits in transformers over those of our f32 model"
-                unit = f"relative, {ran['dtype'].removeprefix('torch.')}; {dense:.4f} dense"
-                detail = ran | {"dense in that type": dense}
-                yield Figure(name, error, unit, f"at most {MOST}", error <= MOST, peer, detail)
+                yield from figures(f"{model}: {output} {how}", folder, sequences)

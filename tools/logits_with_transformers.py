@@ -3,9 +3,10 @@
 Runs in a Python of its own, where transformers and GPTQModel are (``pip install gptqmodel optimum
 accelerate compressed-tensors``); edgellm neither needs nor imports GPTQModel:
 
-    python tools/logits_with_transformers.py FOLDER TOKENS.json OUT.npy
+    python tools/logits_with_transformers.py FOLDER TOKENS.json OUT.npy [--float32]
 
-TOKENS.json is a list of lists of ids of one length; OUT.npy is f32 [sequences, tokens, vocabulary].
+It computes in the type that the folder declares, or in f32. TOKENS.json is a list of lists of ids of one
+length; OUT.npy is f32 [sequences, tokens, vocabulary].
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("tokens", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--float32", action="store_true")
     options = parser.parse_args()
 
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
@@ -30,7 +32,8 @@ def main() -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(str(options.folder), device_map="cpu")
+    chosen = {"dtype": torch.float32} if options.float32 else {}
+    model = AutoModelForCausalLM.from_pretrained(str(options.folder), device_map="cpu", **chosen)
     ids = torch.tensor(json.loads(options.tokens.read_text(encoding="utf-8")))
     with torch.inference_mode():
         logits = model(ids).logits.float().numpy()
