@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgellm_models.errors import BadInputError, Notice, UsageError
+from edgellm_quantize.advice import few_bits_notice
 from edgellm_quantize.calibrated_run import (
     CORE_SHARE,
     CalibratedRun,
@@ -162,6 +163,7 @@ def run_folder_job(job: QuantizeJob, checkpoint: Checkpoint, spec: ModelSpec) ->
     importance, without = _column_weights(job, tensors)
     notices = [*checkpoint.notices, *tensors.notices, *without]
     notices += [*requantized_notice(tensors.infos.values()), *f16_notice(recipe, tensors)]
+    notices += few_bits_notice(job)
     check_memory(memory_needed(tensors), job.max_memory, "the largest tensor of this model")
     rounding = Rounding(_no_rounding, "copy")
     finished: dict[str, LayerOutcome] = {}

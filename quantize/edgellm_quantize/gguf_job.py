@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from edgellm_models.errors import UsageError
+from edgellm_quantize.advice import few_bits_notice
 from edgellm_quantize.calibrated_run import (
     CORE_SHARE,
     CalibratedRun,
@@ -93,6 +94,7 @@ def _from_weights(job: QuantizeJob, model: GGUFSource, importance: ImportanceMat
         check_places(job, _planned_bytes(job, model)[0])
     needed = _WRITING_BYTES
     check_memory(needed, job.max_memory, "encoding a few rows at a time")
+    model.notices.extend(few_bits_notice(job))
     tell = _phase(job, "reading", 0.0, _CHOOSING_SHARE)
     mixture = _mixture(job, model, importance, None, tell)
     model.notices.extend(unused_target(recipe.target_bpw, mixture.tensors, model))
