@@ -383,7 +383,8 @@ def summary(report: QuantizeReport) -> list[str]:
         f"(scales, zero points and wider tensors included)",
     ]
     for name, (count, size) in sorted(kinds.items(), key=lambda pair: -pair[1][1]):
-        lines.append(f"  {name:<12} {count:>4} tensors  {megabytes(size)}")
+        word = "tensor " if count == 1 else "tensors"
+        lines.append(f"  {name:<12} {count:>4} {word}  {megabytes(size)}")
     took = "about " if report.dry_run else ""
     memory = f", memory {took}{megabytes(report.peak_bytes)}" if report.peak_bytes else ""
     lines.append(f"method {report.method}, time {took}{_duration(report.seconds)}{memory}")
