@@ -33,7 +33,7 @@ from edgellm_quantize.job_place import check_places
 from edgellm_quantize.layer_rounding import uniform_grids
 from edgellm_quantize.packed_layouts import quantization_config, vllm_refusals
 from edgellm_quantize.process_memory import peak_memory
-from edgellm_quantize.provenance import readable_name, recipe_record
+from edgellm_quantize.provenance import recipe_record
 from edgellm_quantize.recipe import (
     LayerOutcome,
     QuantizedLinear,
@@ -180,8 +180,6 @@ def run_folder_job(job: QuantizeJob, checkpoint: Checkpoint, spec: ModelSpec) ->
             rounding = replace(rounding, method=recipe.method)
     plan = plan_folder(recipe, tensors, rounding.outcome, finished)
     meta = recipe_record(job, recipe, rounding.calibration_hash, rounding.calibration_tokens)
-    if job.imatrix is not None:
-        meta["imatrix"] = readable_name(job.imatrix)
     if recipe.format != "hf":
         section = quantization_config(recipe, meta)
         refusals = vllm_refusals(section, plan.linears)
