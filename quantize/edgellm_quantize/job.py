@@ -112,7 +112,9 @@ def run_core(
         tensors, notes = _packed(result)
         seconds |= {name: outcome.seconds for name, outcome in result.outcomes.items()}
         folder.add(tensors, notes, _state(stream, original))
+        del result, tensors
         checkpoint.release_pages()  # what was read of the mapped file would count as memory to the end
+        give_back_memory()  # holes that one layer leaves and the next does not fit into would add up
     clock.at(loader.spec.num_layers, 0)
     del stream, original
     give_back_memory()  # what comes next, writing, would begin on top of it
