@@ -19,6 +19,7 @@ from edgellm_quantize.job import CoreResult, run_core
 from edgellm_quantize.layer_rounding import CorePlan, uniform_grids
 from edgellm_quantize.overlay import OverlayCheckpoint
 from edgellm_quantize.rounding import RoundingOptions
+from tests.support.forked import signal_of
 
 
 def random_calibration(
@@ -88,21 +89,7 @@ def _job(model: Path, folder: Path, *, resume: bool, kill_at: str = "") -> None:
 
 def _in_child(model: Path, folder: Path, *, resume: bool, kill_at: str = "") -> int:
     """Runs a job in a forked process (no torch op has run in this one); the signal that ended it, or 0."""
-    child = os.fork()
-    if child == 0:
-        torch.set_num_threads(1)
-        try:
-            _job(model, folder, resume=resume, kill_at=kill_at)
-        except BaseException as error:
-            print(repr(error), file=sys.stderr, flush=True)
-            os._exit(1)
-        os._exit(0)
-    status = os.waitpid(child, 0)[1]
-    if os.WIFSIGNALED(status):
-        return os.WTERMSIG(status)
-    if os.WEXITSTATUS(status):
-        raise SystemExit(f"the job failed ({kill_at})")
-    return 0
+    return signal_of(lambda: _job(model, folder, resume=resume, kill_at=kill_at))
 
 
 def main() -> None:

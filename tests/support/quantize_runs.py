@@ -10,10 +10,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from edgellm_quantize.api import quantize_model
 from edgellm_quantize.recipe import CalibrationSpec, QuantizeJob, QuantizeProgress, QuantizeRecipe
+from tests.support.forked import signal_of
 from tests.support.tiny_models import make_tiny
 
 TEXT = "A fox met a hen by the old mill, and they talked of 7 x 6 = 42. " * 60
@@ -73,21 +72,7 @@ def output_bytes(out: Path) -> dict[str, bytes]:
 
 def _in_child(job: QuantizeJob) -> int:
     """Run the job in a forked process (no torch op has run in this one); the signal that ended it, or 0."""
-    child = os.fork()
-    if child == 0:
-        torch.set_num_threads(1)
-        try:
-            quantize_model(job)
-        except BaseException as error:
-            print(repr(error), file=sys.stderr, flush=True)
-            os._exit(1)
-        os._exit(0)
-    status = os.waitpid(child, 0)[1]
-    if os.WIFSIGNALED(status):
-        return os.WTERMSIG(status)
-    if os.WEXITSTATUS(status):
-        raise SystemExit("the job failed")
-    return 0
+    return signal_of(lambda: quantize_model(job))
 
 
 def _load() -> None:

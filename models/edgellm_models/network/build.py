@@ -373,7 +373,7 @@ class _Loader:
         give_back = self.checkpoint.release_pages  # a large table and its copy would be there at once
         made = prepare(weight, self.kernels.device, op, self.hold, self.kernels.dtype, give_back)
         if self.hold == "dense":
-            give_back()  # the floats are a copy
+            give_back()  # floats are a copy, or the file's own, which are read again when they are used
         return made
 
     def _weight(self, name: str) -> LinearPart:
